@@ -1,0 +1,182 @@
+"""What crosses the boundary between a gateway and an engine. Token ids and digests, never text.
+
+Each message is one frame of a ring (engine/ring.py): msgpack of a tagged array. Unknown tags and wrong
+types raise ``msgspec.ValidationError``; the receiver drops the connection that sent them.
+
+A gateway numbers its requests itself; an id means something on its own connection only. Every
+:class:`Submit` is answered by exactly one :class:`Finished`, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "aborted", "error"]
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the next token is drawn. The gateway has checked every range.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``logprobs`` -1 mean off. ``seed`` is always set (the
+    gateway draws one when the client gave none): the draw for output position p depends on ``(seed, p)``
+    alone, so neighbours in the batch and preemption do not change a text.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int = -1
+    logit_bias: dict[int, float] = {}
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """Generate. ``prompt`` is little-endian int32 (:func:`pack_tokens`); ``adapter`` is "" for the base.
+
+    ``stop_ids`` end the text (the token is counted and delivered, and ``Finished.reason`` is ``stop``).
+    ``tenant`` is an opaque handle, ``weight`` its share, ``salt`` keys its prefix cache.
+    """
+
+    id: int
+    prompt: bytes
+    adapter: str
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()
+    tenant: int = 0
+    weight: float = 1.0
+    salt: bytes = b""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Stop a request. It is answered by ``Finished(reason="aborted")`` unless it had ended already."""
+
+    id: int
+
+
+class Ensure(msgspec.Struct, frozen=True, array_like=True, tag="ensure"):
+    """Bring an adapter into host memory and check it, without a request. Answered by :class:`Ensured`."""
+
+    id: int
+    adapter: str
+
+
+class AskStats(msgspec.Struct, frozen=True, array_like=True, tag="ask_stats"):
+    """Answered by :class:`Stats`."""
+
+    id: int
+
+
+ToEngine = Submit | Abort | Ensure | AskStats
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token of request ``id``. ``top`` holds the most likely ids with their logprobs."""
+
+    id: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """The terminal message of a request. ``code`` and ``message`` are set when ``reason`` is ``error``.
+
+    Codes: ``adapter_unavailable`` (unknown, corrupt or unreadable), ``context_exceeded``,
+    ``capacity`` (can never fit the pool), ``overloaded`` (queue full), ``internal``, ``engine_lost``
+    (made by the client when the connection ends).
+    """
+
+    id: int
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    code: str = ""
+    message: str = ""
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """All that one engine step produced for one gateway: one message a step, not one a token."""
+
+    tokens: tuple[Token, ...]
+    finished: tuple[Finished, ...]
+
+
+class Ensured(msgspec.Struct, frozen=True, array_like=True, tag="ensured"):
+    """``error`` is empty when the adapter is in host memory and sound."""
+
+    id: int
+    error: str
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
+    """Gauges and counters of the engine at one moment."""
+
+    id: int
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_adapter: int
+    adapters_hbm: int
+    adapters_host: int
+    steps: int
+    prompt_tokens: int
+    completion_tokens: int
+    preemptions: int
+    adapter_loads: int
+    adapter_evictions: int
+
+
+FromEngine = Step | Ensured | Stats
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """First packet of a gateway, sent with the two ring descriptors (requests, replies)."""
+
+    version: int
+    pid: int
+    request_bytes: int
+    reply_bytes: int
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """First packet of the engine: its generation and the limits that intake and validation need."""
+
+    version: int
+    generation: int
+    base_id: str
+    spec_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    max_lora_rank: int
+    eos_ids: tuple[int, ...]
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Token ids as little-endian int32, the densest form that needs no parsing."""
+    packed = array.array("i", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Inverse of :func:`pack_tokens`. Raises ``ValueError`` if the length is no multiple of four."""
+    tokens = array.array("i")
+    tokens.frombytes(data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()

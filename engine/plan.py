@@ -1,0 +1,117 @@
+"""The plan of one step: what policy tells the device, and what comes back. Immutable and torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stencilpress.engine.messages import Sampling
+
+Page = int
+RequestKey = tuple[int, int]
+"""(connection number, request id): unique in an engine's life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The draw that follows a chunk. ``history`` are all ids so far, ``prompt_len`` of them the prompt.
+
+    ``position`` is the index of the output token drawn now; with ``sampling.seed`` it fixes the draw.
+    """
+
+    sampling: Sampling
+    history: tuple[int, ...] | list[int]
+    prompt_len: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one request that runs in this step: ``tokens`` at positions ``start`` and on.
+
+    ``pages`` is the request's whole KV page table, long enough for ``start + len(tokens)`` positions.
+    A decode is a chunk of one token. ``draw`` is None while a prompt is not yet complete. ``slot`` is
+    the request's row in per-sequence device state, stable while it runs.
+    """
+
+    key: RequestKey
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    pages: tuple[Page, ...]
+    draw: Draw | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Chunks that share one adapter (None: the base alone), neighbours in the batch."""
+
+    adapter: str | None
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one forward computes. Segments come in order; within one, decodes precede prefills."""
+
+    number: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.tokens) for segment in self.segments for chunk in segment.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the device drew for one chunk."""
+
+    key: RequestKey
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """Residency asks the loader: bring this adapter's image from disk into host memory and check it."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOrder:
+    """Residency asks the loader: copy a hosted image into these pool pages, with its slice table."""
+
+    digest: str
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The loader's answer to a fetch. ``error`` is empty on success; ``pages`` is what placing takes."""
+
+    digest: str
+    host_bytes: int
+    pages: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The loader's answer to a placement."""
+
+    digest: str
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DropOrder:
+    """Residency tells the loader that a tier no longer holds an adapter; nothing is answered."""
+
+    digest: str
+    tier: Literal["host", "hbm"]
+
+
+LoadOrder = FetchOrder | PlaceOrder | DropOrder
+LoadResult = Fetched | Placed

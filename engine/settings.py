@@ -1,0 +1,67 @@
+"""Settings of the engine, read once from ``STENCILPRESS_*`` variables, and the reader that all processes use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "STENCILPRESS_"
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class SettingsError(ValueError):
+    """A variable with a bad value; the text names the variable."""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_settings(kind: type[T], environ: Mapping[str, str]) -> T:
+    """Build a settings struct: field ``max_loras`` comes from ``STENCILPRESS_MAX_LORAS``.
+
+    Unset and empty variables take the default. Raises :class:`SettingsError` naming the variable.
+    """
+    given = {f: environ[PREFIX + f.upper()] for f in kind.__struct_fields__ if environ.get(PREFIX + f.upper())}
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        for field in kind.__struct_fields__:
+            text = text.replace(f"`$.{field}`", PREFIX + field.upper()).replace(f"`{field}`", PREFIX + field.upper())
+        raise SettingsError(text) from None
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator may set on an engine. Names that are well known in the field are kept."""
+
+    model_dir: str
+    """Folder of the base model, as `stencilpress pull` leaves it."""
+    adapters_dir: str
+    """Folder of adapter blobs, one sub-folder per digest."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: Annotated[int, Meta(ge=0)] = 0
+    """Longest prompt plus answer in tokens; 0 takes the model's own context."""
+    max_num_seqs: Positive = 64
+    max_num_batched_tokens: Positive = 512
+    max_waiting: Positive = 1024
+    """Requests that may wait; one more is refused with `overloaded`."""
+    max_loras: Positive = 16
+    """Distinct adapters in one step."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
+    max_cpu_loras: Positive = 256
+    """Adapters whose images stay in host memory."""
+    pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of the unified pool; 0 takes a default that fits the device."""
+    threads: Annotated[int, Meta(ge=0)] = 0
+    """CPU threads of the forward; 0 takes all cores with passive waiting."""
+    engine_fd: int = -1
+    """Listening Unix socket, inherited from the supervisor."""
+    lifeline_fd: int = -1
+    """Read end of a pipe that closes when the supervisor is gone."""
+    generation: Annotated[int, Meta(ge=0)] = 0
+    """Counts the engine's restarts; stale messages carry an older one."""

@@ -1,0 +1,1 @@
+"""The gateway process: text, identity and money. It never imports torch."""
