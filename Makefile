@@ -1,0 +1,55 @@
+PYTHON ?= python3
+VENV ?= .venv
+# Another package index for torch alone, for instance one that serves CPU or CUDA builds.
+TORCH_INDEX ?=
+T ?= tests
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+
+help: ## show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install $(TORCH) -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	$(PIP) install -c constraints.txt -e '.[test]'
+	@touch $@
+
+install: $(VENV)/.serve ## create .venv with the pinned dependencies
+
+serve: $(VENV)/.serve ## fetch the demo model, enrol the demo adapters, start gateway and engine (HOST, PORT, DATA)
+	@exec $(BIN)/stencilpress serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA))
+
+check: $(VENV)/.test ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy stencilpress tests bench
+	$(BIN)/lint-imports
+
+test: $(VENV)/.test ## the test suite: CPU only, no Docker (T=path for a part)
+	$(BIN)/python -m pytest $(T)
+
+parity: $(VENV)/.test ## greedy tokens of base and shipped adapters against transformers + PEFT, computed live
+	$(BIN)/python -m bench parity
+
+bench-cpu: $(VENV)/.test ## throughput on this CPU beside transformers and PEFT
+	$(BIN)/python -m bench cpu
+
+format: $(VENV)/.test ## rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what make built in this folder
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+.PHONY: help install serve check test parity bench-cpu format clean
