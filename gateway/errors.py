@@ -1,0 +1,176 @@
+"""Every error a client can see, as one tree. ``middleware.py`` is the only place that turns them into responses.
+
+A body is always ``{"error": {"message", "type", "param", "code"}}``, all four fields present, as OpenAI's
+clients expect. Messages are written for the caller: they never carry a path, a process id, a class name or
+a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stencilpress.engine.messages import Finished
+
+RETRY_AFTER_S = 1
+"""Suggested wait after a 503: an engine restarts in seconds, and a queue drains in less."""
+
+
+class ApiError(Exception):
+    """Base of the tree. Subclasses fix the status; an instance carries the text."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = "internal_error"
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    def fields(self) -> dict[str, Any]:
+        """The four fields of OpenAI's error object."""
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+    def body(self) -> bytes:
+        """The JSON body of a response, and the data of an event once headers have been sent."""
+        return msgspec.json.encode({"error": self.fields()})
+
+
+class InternalError(ApiError):
+    """A fault of ours. The text says nothing about it; the log does."""
+
+    def __init__(self, message: str = "The server had an error while processing your request.") -> None:
+        super().__init__(message)
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
+
+
+class PermissionDeniedError(ApiError):
+    status = 403
+    type = "permission_error"
+    code = "permission_denied"
+
+
+class NotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """Unknown and foreign models look the same."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        shown = model if len(model) <= 128 else model[:128] + "…"
+        super().__init__(f"The model '{shown}' does not exist or you do not have access to it.", param="model")
+
+
+class MethodNotAllowedError(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class ConflictError(ApiError):
+    """Only for the catalog's calls; inference never answers 409, which clients retry."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class RequestTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class UnsupportedMediaTypeError(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class InvalidAdapterError(ApiError):
+    """An upload that intake refused; ``findings`` lists every fault found."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "invalid_adapter"
+
+    def __init__(self, message: str, *, findings: tuple[str, ...] = (), param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.findings = findings
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "findings": list(self.findings)}
+
+
+class UnavailableError(ApiError):
+    """The server cannot answer now; the same request may succeed soon."""
+
+    status = 503
+    code = "service_unavailable"
+    headers: Mapping[str, str] = {"Retry-After": str(RETRY_AFTER_S)}
+
+
+class OverloadedError(UnavailableError):
+    code = "server_is_overloaded"
+
+
+class EngineLostError(UnavailableError):
+    code = "engine_lost"
+
+
+class AdapterUnavailableError(ApiError):
+    """The adapter's weights cannot be loaded. Trying again at once would not help, so clients are told not to."""
+
+    status = 503
+    code = "adapter_unavailable"
+    headers: Mapping[str, str] = {"Retry-After": "60", "x-should-retry": "false"}
+
+
+def from_finished(finished: Finished) -> ApiError:
+    """The error of a request that the engine ended with ``reason="error"``.
+
+    The engine's own text is for the log; a client gets ours.
+    """
+    match finished.code:
+        case "adapter_unavailable":
+            return AdapterUnavailableError("The adapter of this model cannot be loaded.")
+        case "context_exceeded":
+            return ContextLengthError("The prompt and the answer do not fit the model's context.")
+        case "capacity":
+            return InvalidRequestError(
+                "The prompt and the answer together need more memory than this server has; "
+                "shorten the prompt or lower max_tokens.",
+                code="capacity_exceeded",
+            )
+        case "overloaded":
+            return OverloadedError("The server is overloaded; try again shortly.")
+        case "engine_lost":
+            return EngineLostError("The engine stopped while it was working on your request; try again.")
+    return InternalError()
