@@ -1,0 +1,145 @@
+"""The tables. One schema for SQLite and PostgreSQL; the migrations are checked against it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    ForeignKeyConstraint,
+    LargeBinary,
+    MetaData,
+    String,
+    TypeDecorator,
+    UniqueConstraint,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An instant. SQLite keeps no zone, so values are stored in UTC and come back aware."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
+        return value.replace(tzinfo=UTC) if value is not None and value.tzinfo is None else value
+
+
+class Table(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {datetime: UtcDateTime, list[str]: JSON, list[int]: JSON}  # noqa: RUF012
+
+
+def _length(column: str, low: int, high: int) -> CheckConstraint:
+    """SQLite ignores the length of a VARCHAR; this holds on both engines."""
+    return CheckConstraint(f"length({column}) BETWEEN {low} AND {high}", f"{column}_length")
+
+
+class TenantRow(Table):
+    __tablename__ = "tenants"
+    __table_args__: Any = (
+        _length("name", 1, 63),
+        CheckConstraint("max_rank >= 1", "max_rank_positive"),
+        CheckConstraint("max_adapters >= 0", "max_adapters_natural"),
+        CheckConstraint("max_adapter_bytes >= 1", "max_adapter_bytes_positive"),
+        CheckConstraint("weight > 0", "weight_positive"),
+        {"sqlite_autoincrement": True},  # an id is an engine's handle of the tenant: never reused
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), unique=True)
+    max_rank: Mapped[int]
+    max_adapters: Mapped[int]
+    max_adapter_bytes: Mapped[int] = mapped_column(BigInteger)
+    target_modules: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    weight: Mapped[float]
+    prefix_salt: Mapped[bytes] = mapped_column(LargeBinary(32))
+    created_at: Mapped[datetime]
+    disabled_at: Mapped[datetime | None]
+
+
+class KeyRow(Table):
+    __tablename__ = "api_keys"
+    __table_args__: Any = (_length("public_id", 12, 12), _length("label", 0, 100), _length("last_four", 4, 4))
+
+    public_id: Mapped[str] = mapped_column(String(12), primary_key=True)
+    tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"), index=True)
+    secret_hash: Mapped[bytes] = mapped_column(LargeBinary(32))
+    label: Mapped[str] = mapped_column(String(100))
+    last_four: Mapped[str] = mapped_column(String(4))
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
+
+
+class AdapterRow(Table):
+    __tablename__ = "adapters"
+    __table_args__: Any = (
+        UniqueConstraint("tenant_id", "name"),
+        _length("name", 1, 63),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"))
+    name: Mapped[str] = mapped_column(String(63))
+    created_at: Mapped[datetime]
+
+    versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
+    aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")
+
+
+class VersionRow(Table):
+    """Never updated."""
+
+    __tablename__ = "versions"
+    __table_args__: Any = (
+        UniqueConstraint("adapter_id", "digest"),
+        CheckConstraint("number >= 1", "number_positive"),
+        _length("digest", 64, 64),
+        _length("base_id", 1, 200),
+    )
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    digest: Mapped[str] = mapped_column(String(64))
+    base_id: Mapped[str] = mapped_column(String(200))
+    base_asserted: Mapped[bool]
+    ranks: Mapped[list[int]]
+    target_modules: Mapped[list[str]]
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    source_files: Mapped[list[str]]
+    created_at: Mapped[datetime]
+
+
+class AliasRow(Table):
+    """Points at a version of its own adapter: the composite foreign key allows no other."""
+
+    __tablename__ = "aliases"
+    __table_args__: Any = (
+        ForeignKeyConstraint(["adapter_id", "version"], ["versions.adapter_id", "versions.number"]),
+        _length("name", 1, 63),
+    )
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int]
+    updated_at: Mapped[datetime]

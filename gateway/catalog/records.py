@@ -1,0 +1,98 @@
+"""What the catalog hands out: immutable records, never rows, so nothing outside can touch a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may use. ``target_modules`` None allows all; ``weight`` is its share when engines are full."""
+
+    max_rank: int = 64
+    max_adapters: int = 1000
+    max_adapter_bytes: int = 1 << 30
+    """Of one version, all files together."""
+    target_modules: tuple[str, ...] | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One customer. ``prefix_salt`` is a secret that keys its prefix cache; never shown."""
+
+    id: int
+    name: str
+    limits: TenantLimits
+    prefix_salt: bytes
+    created_at: datetime
+    disabled_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An API key without its secret."""
+
+    public_id: str
+    tenant: str
+    label: str
+    last_four: str
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """What intake found in an upload whose blob already lies in its folder."""
+
+    digest: str
+    base_id: str
+    base_asserted: bool
+    """The upload names no base, or another one; its owner vouched that it fits."""
+    ranks: tuple[int, ...]
+    """Distinct ranks, ascending."""
+    target_modules: tuple[str, ...]
+    size_bytes: int
+    source_files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One immutable version of an adapter."""
+
+    adapter: str
+    number: int
+    digest: str
+    base_id: str
+    base_asserted: bool
+    ranks: tuple[int, ...]
+    target_modules: tuple[str, ...]
+    size_bytes: int
+    source_files: tuple[str, ...]
+    created_at: datetime
+
+    @property
+    def ref(self) -> str:
+        return f"{self.adapter}@{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class AddedVersion:
+    """``created`` is False when the adapter had this digest already. ``promoted``: ``prod`` points at it."""
+
+    version: Version
+    created: bool
+    promoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter with its versions (ascending) and aliases (name to version number)."""
+
+    name: str
+    created_at: datetime
+    versions: tuple[Version, ...]
+    aliases: Mapping[str, int]

@@ -1,0 +1,60 @@
+"""From a request's ``model`` to the digest that the engine knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stencilpress.gateway.cache import AgeingCache
+from stencilpress.gateway.catalog.adapters import find_version
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.errors import ModelNotFoundError
+from stencilpress.gateway.names import BaseNames, ModelRef, parse_model
+
+CACHE_TTL_S = 1.0
+"""How long after a promotion a gateway other than the one that made it may serve the old version."""
+CACHE_ENTRIES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes. ``digest``, ``adapter`` are "" and ``version`` 0 for the base alone.
+
+    ``echo`` is the ``model`` of the answer: the base's id, or the resolved ``name@3``.
+    """
+
+    digest: str
+    echo: str
+    adapter: str = ""
+    version: int = 0
+
+
+class Router:
+    """Resolves model names for one served base, remembering answers for :data:`CACHE_TTL_S`."""
+
+    def __init__(self, db: Database, base: BaseNames, ttl_s: float = CACHE_TTL_S) -> None:
+        self.base = base
+        self._db = db
+        self._known: AgeingCache[tuple[int, ModelRef], Route] = AgeingCache(ttl_s, CACHE_ENTRIES)
+
+    async def resolve(self, tenant_id: int, model: str) -> Route:
+        """Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or
+        :class:`UnavailableError`.
+        """
+        ref = parse_model(model, self.base)
+        if not ref.adapter:
+            return Route("", self.base.id)
+        route = self._known.get((tenant_id, ref))
+        if route is None:
+            route = await self._look_up(tenant_id, ref, model)
+            self._known.put((tenant_id, ref), route)
+        return route
+
+    def forget(self) -> None:
+        """Look everything up again: call it after a promotion or an upload."""
+        self._known.clear()
+
+    async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> Route:
+        version = await find_version(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)
+        if version is None or version.base_id != self.base.id:
+            raise ModelNotFoundError(model)
+        return Route(version.digest, version.ref, version.adapter, version.number)

@@ -1,0 +1,1 @@
+"""Alembic's environment. Run through gateway/catalog/schema.py, which configures it; there is no alembic.ini."""
