@@ -1,0 +1,39 @@
+"""An adapter as one stream of rank slices: built at intake, the same on disk and in host memory.
+
+A slice is rank index j of one (layer, group): row j of A of each adapted projection of the group, then row j
+of each Bᵀ, padded to 8 elements (kernels/sgmv has the arithmetic). Slices follow each other in the order
+layer, group, j. The stream does not depend on the page size: a page takes one contiguous run of it.
+
+This is the door to four files: ``image_format`` (file and reader), ``image_layout`` (pages and slice table),
+``image_build`` (conversion and digest), ``peft_format`` with ``peft_config`` (what an adapter means).
+"""
+
+from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, write_image
+from stencilpress.engine.image_format import Image, ImageError, ImageHeader, Record, encode_header, read_image
+from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
+from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
+from stencilpress.engine.peft_format import Module, module_name, places, resolve
+
+__all__ = [
+    "AdapterError",
+    "Finding",
+    "Image",
+    "ImageError",
+    "ImageHeader",
+    "Layout",
+    "Module",
+    "PeftConfig",
+    "Record",
+    "Run",
+    "Tensor",
+    "adapter_digest",
+    "build_image",
+    "encode_header",
+    "layout",
+    "module_name",
+    "places",
+    "read_image",
+    "resolve",
+    "slice_table",
+    "write_image",
+]

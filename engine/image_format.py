@@ -1,0 +1,205 @@
+"""An adapter's image in a file, and reading it back.
+
+File, little-endian: head, one record per (layer, group), zeros up to 4096, then the stream.
+
+    head    magic 8s | version u32 | dtype u32 | digest 32s | spec fingerprint 16s | layers u32 | groups u32 |
+            payload bytes u64 | payload crc32 u32 | crc32 of head and records (this field 0) u32
+    record  rank u32 | bit mask of the adapted projections u32 | elements of a slice u32 | scale f32 × 3
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from stencilpress.engine.spec import DTYPE_BYTES, Dtype
+
+MAGIC = b"STENCIL\n"
+VERSION = 1
+PAYLOAD_ALIGN = 4096
+MAX_PROJECTIONS = 3
+"""Projections of a group that a record and a slice table have room for."""
+MAX_RECORDS = 1 << 16
+READ_BYTES = 1 << 20
+
+_HEAD = struct.Struct("<8sII32s16sIIQII")
+_RECORD = struct.Struct("<IIIfff")
+_DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
+STORED: dict[Dtype, np.dtype] = {  # bf16 has no numpy type: its bits are stored as uint16
+    "bfloat16": np.dtype("<u2"),
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class ImageError(ValueError):
+    """An image that is damaged, of another adapter or base, or too large for the pool's pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an adapter does to one (layer, group). Rank 0: nothing, and all else is 0.
+
+    Bit p of ``mask`` is set when projection p of the group is adapted; ``scales[p]`` is its scale, in fp32.
+    """
+
+    rank: int = 0
+    mask: int = 0
+    slice_elems: int = 0
+    scales: tuple[float, ...] = (0.0,) * MAX_PROJECTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """All of an image but its stream. ``records[layer * groups + group]``."""
+
+    digest: str
+    fingerprint: str
+    dtype: Dtype
+    layers: int
+    groups: int
+    records: tuple[Record, ...]
+    payload_crc32: int
+
+    @property
+    def num_slices(self) -> int:
+        return sum(record.rank for record in self.records)
+
+    @property
+    def max_rank(self) -> int:
+        return max(record.rank for record in self.records)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(record.rank * record.slice_elems for record in self.records) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the stream begins in the file."""
+        return payload_offset(len(self.records))
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image in memory. ``payload`` is the stream, uint8 ``(header.payload_bytes,)``."""
+
+    header: ImageHeader
+    payload: Bytes
+
+
+def payload_offset(num_records: int) -> int:
+    """The size of head and records, rounded up so that the stream can be read with direct I/O."""
+    return -(-(_HEAD.size + num_records * _RECORD.size) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN
+
+
+def encode_header(header: ImageHeader) -> bytes:
+    """The first ``header.payload_offset`` bytes of the file."""
+    records = b"".join(_RECORD.pack(r.rank, r.mask, r.slice_elems, *r.scales) for r in header.records)
+    head = _pack_head(header, 0)
+    sealed = _pack_head(header, zlib.crc32(records, zlib.crc32(head))) + records
+    return sealed.ljust(header.payload_offset, b"\0")
+
+
+def _pack_head(header: ImageHeader, crc32: int) -> bytes:
+    return _HEAD.pack(
+        MAGIC,
+        VERSION,
+        _DTYPES.index(header.dtype),
+        bytes.fromhex(header.digest),
+        header.fingerprint.encode("ascii"),
+        header.layers,
+        header.groups,
+        header.payload_bytes,
+        header.payload_crc32,
+        crc32,
+    )
+
+
+def new_buffer(size_bytes: int) -> Bytes:
+    """Ordinary host memory for a stream."""
+    return np.empty(size_bytes, np.uint8)
+
+
+def read_image(path: Path, *, digest: str, fingerprint: str, allocate: Callable[[int], Bytes] = new_buffer) -> Image:
+    """Read and verify an image. ``allocate(bytes)`` gives the memory for the stream (pinned, for instance).
+
+    Read, not mapped: a file that shrinks under a mapping kills the process. Raises :class:`ImageError` for
+    damage of any kind and for another adapter's or base's image, ``OSError`` when the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        header = _read_header(file, size)
+        if header.digest != digest:
+            raise ImageError(f"image is of adapter {header.digest[:12]}, expected {digest[:12]}")
+        if header.fingerprint != fingerprint:
+            raise ImageError(f"image is for base {header.fingerprint}, expected {fingerprint}")
+        payload = allocate(header.payload_bytes)
+        if _read_into(file, payload) != header.payload_crc32:
+            raise ImageError("checksum of the weights differs: the image is damaged on disk")
+    return Image(header, payload)
+
+
+def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
+    head = _read_exactly(file, _HEAD.size)
+    magic, version, dtype, digest, fingerprint, layers, groups, payload_bytes, payload_crc32, crc32 = _HEAD.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        raise ImageError(f"not an adapter image of version {VERSION}")
+    if not 0 < layers * groups <= MAX_RECORDS:
+        raise ImageError(f"{layers} layers of {groups} groups are out of range")
+    records = _read_exactly(file, layers * groups * _RECORD.size)
+    if zlib.crc32(records, zlib.crc32(head[:-4] + bytes(4))) != crc32:
+        raise ImageError("checksum of the header differs: the image is damaged on disk")
+    if dtype >= len(_DTYPES):
+        raise ImageError(f"unknown dtype code {dtype}")
+    header = ImageHeader(
+        digest.hex(),
+        fingerprint.decode("ascii", "replace"),
+        _DTYPES[dtype],
+        layers,
+        groups,
+        tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(records)),
+        payload_crc32,
+    )
+    expected = header.payload_offset + header.payload_bytes
+    if payload_bytes != header.payload_bytes or file_bytes != expected:
+        raise ImageError(f"image has {file_bytes} bytes, expected {expected}")
+    file.seek(header.payload_offset)
+    return header
+
+
+def _decode_record(rank: int, mask: int, slice_elems: int, *scales: float) -> Record:
+    used = rank > 0
+    sound = used == (mask > 0) == (slice_elems > 0) and mask < 1 << MAX_PROJECTIONS and slice_elems % 8 == 0
+    if not sound or not all(math.isfinite(scale) for scale in scales):
+        raise ImageError(f"record with rank {rank}, mask {mask}, slice of {slice_elems} is not valid")
+    return Record(rank, mask, slice_elems, scales)
+
+
+def _read_exactly(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) != count:
+        raise ImageError("image ends within its header")
+    return data
+
+
+def _read_into(file: BinaryIO, payload: Bytes) -> int:
+    """Fill the payload and return its crc32, taken chunk by chunk while each is in the cache."""
+    view, crc32 = payload.data, 0
+    while view:
+        count = file.readinto(view[:READ_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise ImageError("image ends within its weights")
+        crc32 = zlib.crc32(view[:count], crc32)
+        view = view[count:]
+    return crc32
