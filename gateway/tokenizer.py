@@ -1,0 +1,69 @@
+"""The base model's tokenizer: text to ids for prompts, ids to text for answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from stencilpress.gateway.detokenizer import TokenTable
+from stencilpress.gateway.template import BREAK, control_token_pattern, defuse, load_chat_template
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class NoChatTemplateError(ValueError):
+    """The base model has no chat template."""
+
+
+class ModelTokenizer:
+    """Encodes prompts and knows what tokens mean. Thread-safe: encoding leaves the interpreter lock."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Raises ``OSError`` or ``ValueError`` for a folder whose tokenizer or template cannot be used."""
+        self._tokenizer = Tokenizer.from_str((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.table = TokenTable(self._tokenizer)
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        self._control_tokens = control_token_pattern(special)
+        self._template = load_chat_template(model_dir, _named_tokens(model_dir))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt: control tokens in it are meant, and the model's own first token is added."""
+        return self._encode(text, special=True)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a chat, up to where the assistant's answer begins.
+
+        Equal to Hugging Face's ``apply_chat_template``, except that a control token inside a message stays
+        text: only the template can end a turn or begin one.
+        Raises :class:`NoChatTemplateError` and :class:`~stencilpress.gateway.template.TemplateError`.
+        """
+        if self._template is None:
+            raise NoChatTemplateError
+        safe = [{key: defuse(value, self._control_tokens) for key, value in message.items()} for message in messages]
+        prompt = self._template.render(safe, variables)
+        if BREAK not in prompt:
+            return self._encode(prompt, special=False)
+        return [token for part in prompt.split(BREAK) for token in self._encode(part, special=False)]
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        # The batch call releases the interpreter lock and computes no offsets; the single call does neither.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
+
+
+def _named_tokens(model_dir: Path) -> dict[str, str]:
+    """The tokens that templates call by name, as ``tokenizer_config.json`` gives them."""
+    path = model_dir / "tokenizer_config.json"
+    if not path.exists():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    named = {name: config[name] for name in _NAMED_TOKENS if config.get(name) is not None}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
