@@ -1,0 +1,226 @@
+"""A gateway's end of the boundary: submit, abort, ensure, stats. Nothing here shows how the engine is reached.
+
+One asyncio loop owns a client. A step of the engine arrives as one message, is decoded once and handed to the
+streams it names. When the engine is gone every open stream gets its terminal message and the client keeps
+connecting until an engine answers again; request ids never repeat, so nothing old can reach a new stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from stencilpress.engine.connection import (
+    Batch,
+    Connection,
+    EngineBusyError,
+    EngineError,
+    EngineUnavailableError,
+    Stream,
+)
+from stencilpress.engine.messages import (
+    PROTOCOL_VERSION,
+    AskStats,
+    Ensure,
+    Ensured,
+    FromEngine,
+    Hello,
+    Stats,
+    Submit,
+    Welcome,
+)
+from stencilpress.engine.ring import (
+    REPLIES,
+    REQUESTS,
+    Channel,
+    ProtocolError,
+    RingReader,
+    RingWriter,
+    create_ring,
+    map_ring,
+)
+
+REQUEST_RING_BYTES = 4 << 20
+REPLY_RING_BYTES = 2 << 20
+WELCOME_BYTES = 4096
+HANDSHAKE_LIMIT_S = 30.0
+"""Long, because an engine that is still loading leaves the connection waiting in its socket's queue."""
+SUBMIT_LIMIT_S = 5.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 2.0
+QUIET_S = 5.0
+"""A connection that lived this long resets the back-off."""
+
+__all__ = ["Batch", "EngineBusyError", "EngineClient", "EngineError", "EngineUnavailableError", "Stream"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """The engine behind the Unix socket ``socket_path``.
+
+    ``await start()`` begins connecting and returns at once; ``await close()`` ends it. Also an async context
+    manager. Must be used from the loop it was started in.
+    """
+
+    def __init__(
+        self,
+        socket_path: Path,
+        *,
+        request_ring_bytes: int = REQUEST_RING_BYTES,
+        reply_ring_bytes: int = REPLY_RING_BYTES,
+        handshake_limit_s: float = HANDSHAKE_LIMIT_S,
+        submit_limit_s: float = SUBMIT_LIMIT_S,
+    ) -> None:
+        self._socket_path = socket_path
+        self._request_ring_bytes = request_ring_bytes
+        self._reply_ring_bytes = reply_ring_bytes
+        self._handshake_limit_s = handshake_limit_s
+        self._submit_limit_s = submit_limit_s
+        self._ids = itertools.count(1)
+        self._connection: Connection | None = None
+        self._connected = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin connecting, and go on for as long as the client lives."""
+        self._task = asyncio.create_task(self._stay_connected(), name="engine-client")
+
+    async def close(self) -> None:
+        """Disconnect. Open streams end with ``engine_lost``; the engine aborts their requests."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def __aenter__(self) -> EngineClient:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether an engine is connected."""
+        return self._connection is not None and not self._connection.ended.done()
+
+    async def wait_ready(self) -> Welcome:
+        """Wait until an engine is connected."""
+        while self._connection is None:
+            await self._connected.wait()
+        return self._connection.welcome
+
+    @property
+    def welcome(self) -> Welcome:
+        """Limits and generation of the engine. Raises :class:`EngineUnavailableError`."""
+        return self._require().welcome
+
+    async def submit(self, request: Submit) -> Stream:
+        """Hand a request over; ``request.id`` is replaced by one of our own.
+
+        Waits while the request ring is full. Raises :class:`EngineBusyError` after the time limit,
+        :class:`EngineUnavailableError` without an engine, and ``ValueError`` if the prompt could never fit the ring.
+        """
+        request = msgspec.structs.replace(request, id=next(self._ids))
+        return await self._require().submit(request, self._submit_limit_s)
+
+    def abort(self, request_id: int) -> None:
+        """Ask the engine to stop a request. Its stream goes on until its terminal message; unknown ids do nothing."""
+        if self._connection is not None:
+            self._connection.abort(request_id)
+
+    async def ensure(self, adapter: str) -> Ensured:
+        """Have an adapter brought into host memory and checked. Raises as :meth:`submit` does."""
+        return await self._require().ask(Ensure(next(self._ids), adapter), Ensured, self._submit_limit_s)
+
+    async def stats(self) -> Stats:
+        """The engine's gauges and counters. Raises as :meth:`submit` does; a hung engine answers never."""
+        return await self._require().ask(AskStats(next(self._ids)), Stats, self._submit_limit_s)
+
+    def _require(self) -> Connection:
+        if self._connection is None or self._connection.ended.done():
+            raise EngineUnavailableError("no engine is connected")
+        return self._connection
+
+    async def _stay_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            try:
+                connection = await self._connect()
+            except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+                logger.debug("no engine yet: %s", error)
+            else:
+                connected_at = loop.time()
+                await self._serve(connection)
+                if loop.time() - connected_at > QUIET_S:
+                    backoff_s = FIRST_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+    async def _serve(self, connection: Connection) -> None:
+        logger.info("connected to engine generation %d", connection.welcome.generation)
+        self._connection = connection
+        self._connected.set()
+        try:
+            await asyncio.wait([connection.ended])  # cancelling this wait leaves the future alone
+            logger.warning("the engine is gone: %s", connection.ended.result())
+        finally:
+            self._connection = None
+            self._connected.clear()
+            connection.lose("the gateway is shutting down")
+
+    async def _connect(self) -> Connection:
+        """Connect and shake hands. Raises ``OSError`` (``TimeoutError`` included) or :class:`ProtocolError`."""
+        request_bytes, reply_bytes = self._request_ring_bytes, self._reply_ring_bytes
+        fds: list[int] = []
+        sock = _connect_socket(self._socket_path)
+        try:
+            fds.append(create_ring("stencilpress-requests", request_bytes))
+            fds.append(create_ring("stencilpress-replies", reply_bytes))
+            hello = Hello(PROTOCOL_VERSION, os.getpid(), request_bytes, reply_bytes)
+            welcome = await self._greet(sock, hello, fds)
+            writer = RingWriter(map_ring(fds[0], request_bytes, writable=True), REQUESTS, welcome.generation)
+            reader = RingReader(map_ring(fds[1], reply_bytes, writable=False), REPLIES, welcome.generation)
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return Connection(Channel(sock, writer, reader, msgspec.msgpack.Decoder(FromEngine)), welcome)
+
+    async def _greet(self, sock: socket.socket, hello: Hello, fds: list[int]) -> Welcome:
+        socket.send_fds(sock, [msgspec.msgpack.encode(hello)], fds)
+        async with asyncio.timeout(self._handshake_limit_s):
+            data = await asyncio.get_running_loop().sock_recv(sock, WELCOME_BYTES)
+        if not data:
+            raise ProtocolError("the engine refused the handshake")
+        welcome = msgspec.msgpack.decode(data, type=Welcome)
+        if welcome.version != PROTOCOL_VERSION:
+            raise ProtocolError(f"the engine speaks version {welcome.version}, this gateway {PROTOCOL_VERSION}")
+        return welcome
+
+
+def _connect_socket(path: Path) -> socket.socket:
+    """Connect through the folder's descriptor, since a socket address holds only 107 bytes of path."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        sock.connect(f"/proc/self/fd/{folder}/{path.name}")
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.close(folder)
+    return sock
