@@ -12,6 +12,8 @@ import hmac
 import re
 import secrets
 import string
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -72,9 +74,9 @@ class KeyRing:
     When the database is away, unknown and forgotten keys fail with ``UnavailableError``: closed, not open.
     """
 
-    def __init__(self, db: Database, ttl_s: float = CACHE_TTL_S) -> None:
+    def __init__(self, db: Database, ttl_s: float = CACHE_TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
-        self._known: AgeingCache[bytes, Credential] = AgeingCache(ttl_s, CACHE_ENTRIES)
+        self._known: AgeingCache[bytes, Credential] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
 
     async def authenticate(self, token: str) -> Principal:
         """Raises :class:`AuthenticationError`, the same for every reason, or :class:`UnavailableError`."""

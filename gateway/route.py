@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stencilpress.gateway.cache import AgeingCache
@@ -31,10 +33,12 @@ class Route:
 class Router:
     """Resolves model names for one served base, remembering answers for :data:`CACHE_TTL_S`."""
 
-    def __init__(self, db: Database, base: BaseNames, ttl_s: float = CACHE_TTL_S) -> None:
+    def __init__(
+        self, db: Database, base: BaseNames, ttl_s: float = CACHE_TTL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.base = base
         self._db = db
-        self._known: AgeingCache[tuple[int, ModelRef], Route] = AgeingCache(ttl_s, CACHE_ENTRIES)
+        self._known: AgeingCache[tuple[int, ModelRef], Route] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
 
     async def resolve(self, tenant_id: int, model: str) -> Route:
         """Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or

@@ -57,7 +57,7 @@ def check_limits(new: NewVersion, limits: TenantLimits) -> None:
     allowed = limits.target_modules
     refused = sorted(set(new.target_modules) - set(allowed)) if allowed is not None else []
     if refused:
-        text = f"target_modules {', '.join(refused)} are not among the tenant's: {', '.join(allowed or ())}"
+        text = f"{', '.join(refused)} are not among the tenant's: {', '.join(allowed or ())}"
         raise _over_limit("target_modules", text)
 
 

@@ -25,13 +25,15 @@ async def migrate(db: Database, revision: str = "head") -> str:
     Safe to repeat and to run from several processes at once. Raises :class:`SchemaError` if the database is
     newer than this code or the revision is unknown.
     """
-    async with db.connection() as connection:
+    async with db.write() as session:
+        connection = await session.connection()
         return await connection.run_sync(_migrate, revision)
 
 
 async def check_schema(db: Database) -> None:
     """Raises :class:`SchemaError` unless the schema is exactly the one of this code."""
-    async with db.connection() as connection:
+    async with db.read() as session:
+        connection = await session.connection()
         await connection.run_sync(_check)
 
 

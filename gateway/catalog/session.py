@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway.errors import UnavailableError
@@ -36,7 +36,6 @@ class Database:
             reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         else:
             writing = self._engine.execution_options(**{_WRITES: True})
-        self._writing = writing
         self._read_sessions = async_sessionmaker(reading, expire_on_commit=False)
         self._write_sessions = async_sessionmaker(writing, expire_on_commit=False)
 
@@ -51,12 +50,6 @@ class Database:
     def write(self) -> AbstractAsyncContextManager[AsyncSession]:
         """One transaction, committed at the end of the block. On SQLite it holds the write lock from the start."""
         return _transaction(self._write_sessions)
-
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[AsyncConnection]:
-        """A bare connection inside one write transaction, for migrations."""
-        async with _outages_named(), self._writing.begin() as connection:
-            yield connection
 
     async def close(self) -> None:
         await self._engine.dispose()

@@ -1,0 +1,196 @@
+"""API keys: one answer to everything that is no good key, and no secret at rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import sqlite3
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from stencilpress.gateway.catalog.credentials import insert_key, list_keys, revoke_key
+from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant
+from stencilpress.gateway.errors import (
+    AuthenticationError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from stencilpress.gateway.keys import IssuedKey, KeyRing, issue_key
+
+NEVER_S = 3600.0
+
+
+@pytest.fixture
+async def issued(db: Database) -> IssuedKey:
+    await create_tenant(db, "acme")
+    return await issue_key(db, "acme", "ci")
+
+
+async def refusal(ring: KeyRing, token: str) -> bytes:
+    with pytest.raises(AuthenticationError) as caught:
+        await ring.authenticate(token)
+    return caught.value.body()
+
+
+async def test_a_key_names_its_tenant_and_nobody_elses(db: Database, issued: IssuedKey) -> None:
+    other = await create_tenant(db, "other")
+    foreign = await issue_key(db, "other")
+    ring = KeyRing(db)
+    mine = await ring.authenticate(issued.token)
+    theirs = await ring.authenticate(foreign.token)
+    assert (mine.tenant, mine.key_id) == ("acme", issued.key.public_id)
+    assert (theirs.tenant_id, theirs.salt) == (other.id, other.prefix_salt)
+    assert mine.salt != theirs.salt
+
+
+async def test_every_bad_key_gets_the_same_answer(db: Database, issued: IssuedKey) -> None:
+    await create_tenant(db, "gone")
+    disabled, expired = await issue_key(db, "gone"), await issue_key(db, "acme", expires_at=datetime.now(UTC))
+    revoked = await issue_key(db, "acme")
+    await disable_tenant(db, "gone")
+    await revoke_key(db, revoked.key.public_id)
+    prefix, public_id, secret = issued.token.split("_")
+    flipped = secret[:-1] + ("A" if secret[-1] != "A" else "B")
+    bad = [
+        "",
+        "sk-wrong",
+        "' OR '1'='1",
+        f"{prefix}_{public_id}_' OR 1=1 --{secret[12:]}",
+        f"{prefix}_{'%' * 12}_{secret}",
+        f"{prefix}_{public_id}_{flipped}",
+        f"{prefix}_{'0' * 12}_{secret}",
+        issued.token + "\n",
+        issued.token + "\0",
+        issued.token.upper(),
+        "x" * 1_000_000,
+        "sp_" + "é" * 12 + "_" + secret,
+        disabled.token,
+        expired.token,
+        revoked.token,
+    ]
+    ring = KeyRing(db)
+    assert len({await refusal(ring, token) for token in bad}) == 1
+    assert (await ring.authenticate(issued.token)).tenant == "acme"
+
+
+async def test_a_hash_copied_to_another_row_opens_nothing(db: Database, issued: IssuedKey) -> None:
+    _, public_id, secret = issued.token.split("_")
+    stolen = hashlib.sha256(f"{public_id}_{secret}".encode()).digest()
+    await insert_key(db, dataclasses.replace(issued.key, public_id="a" * 12), stolen)
+    await refusal(KeyRing(db), f"sp_{'a' * 12}_{secret}")
+
+
+def stored_bytes(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.iterdir())
+
+
+async def test_the_secret_is_not_in_the_database(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    async with Database(f"sqlite:///{path}") as database:
+        await migrate(database)
+        await create_tenant(database, "acme")
+        issued = await issue_key(database, "acme")
+        stored = stored_bytes(tmp_path)
+    secret = issued.token.split("_")[2]
+    assert issued.key.public_id.encode() in stored
+    assert secret.encode() not in stored
+    assert secret[:16].encode() not in stored
+    with sqlite3.connect(path) as raw:
+        kept = raw.execute("SELECT secret_hash, last_four FROM api_keys").fetchone()
+    raw.close()
+    assert kept == (hashlib.sha256(issued.token.removeprefix("sp_").encode()).digest(), issued.token[-4:])
+    assert issued.token not in repr(issued.key)
+
+
+def test_a_secret_has_256_bits() -> None:
+    assert 62**43 > 2**256
+
+
+async def test_keys_are_long_random_and_different(db: Database) -> None:
+    await create_tenant(db, "acme")
+    tokens = [(await issue_key(db, "acme")).token for _ in range(8)]
+    assert len({token.split("_")[2] for token in tokens}) == len({token.split("_")[1] for token in tokens}) == 8
+    assert all(re.fullmatch(r"sp_[a-z0-9]{12}_[A-Za-z0-9]{43}", token) for token in tokens)
+
+
+async def test_a_known_key_costs_no_sql_and_is_forgotten_on_request(db: Database, issued: IssuedKey) -> None:
+    ring = KeyRing(db, ttl_s=NEVER_S)
+    await ring.authenticate(issued.token)
+    await revoke_key(db, issued.key.public_id)
+    assert (await ring.authenticate(issued.token)).tenant == "acme"
+    ring.forget()
+    await refusal(ring, issued.token)
+
+
+async def test_use_does_not_lengthen_a_keys_stay_in_the_cache(db: Database, issued: IssuedKey) -> None:
+    now = 0.0
+    ring = KeyRing(db, ttl_s=1.0, clock=lambda: now)
+    await ring.authenticate(issued.token)
+    await revoke_key(db, issued.key.public_id)
+    now = 0.9
+    await ring.authenticate(issued.token)
+    now = 1.1
+    await refusal(ring, issued.token)
+
+
+async def test_a_cached_key_expires_on_time(db: Database) -> None:
+    await create_tenant(db, "acme")
+    issued = await issue_key(db, "acme", expires_at=datetime.now(UTC) + timedelta(hours=1))
+    ring = KeyRing(db, ttl_s=NEVER_S)
+    assert (await ring.authenticate(issued.token)).tenant == "acme"
+    past = await issue_key(db, "acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    await refusal(ring, past.token)
+
+
+async def test_two_tokens_that_share_their_first_characters_are_two_keys(db: Database, issued: IssuedKey) -> None:
+    ring = KeyRing(db, ttl_s=NEVER_S)
+    await ring.authenticate(issued.token)
+    last = "A" if issued.token[-1] != "A" else "B"
+    await refusal(ring, issued.token[:-1] + last)
+
+
+async def test_listing_and_revoking_stay_inside_the_tenant(db: Database, issued: IssuedKey) -> None:
+    await create_tenant(db, "other")
+    assert [key.public_id for key in await list_keys(db, "acme")] == [issued.key.public_id]
+    assert await list_keys(db, "other") == ()
+    with pytest.raises(NotFoundError) as foreign:
+        await revoke_key(db, issued.key.public_id, tenant="other")
+    with pytest.raises(NotFoundError) as unknown:
+        await revoke_key(db, issued.key.public_id[::-1], tenant="other")
+    assert str(foreign.value).replace(issued.key.public_id, "") == str(unknown.value).replace(
+        issued.key.public_id[::-1], ""
+    )
+    first = await revoke_key(db, issued.key.public_id, tenant="acme")
+    again = await revoke_key(db, issued.key.public_id)
+    assert first.revoked_at is not None
+    assert again.revoked_at == first.revoked_at
+
+
+async def test_keys_are_refused_for_unknown_and_disabled_tenants_and_long_labels(db: Database) -> None:
+    with pytest.raises(NotFoundError):
+        await issue_key(db, "nobody")
+    await create_tenant(db, "acme")
+    with pytest.raises(InvalidRequestError, match="label: 101 characters are more than 100"):
+        await issue_key(db, "acme", "x" * 101)
+    await disable_tenant(db, "acme")
+    with pytest.raises(ConflictError):
+        await issue_key(db, "acme")
+
+
+async def test_a_database_that_is_away_refuses_new_keys_and_serves_known_ones(db: Database, issued: IssuedKey) -> None:
+    ring = KeyRing(db, ttl_s=NEVER_S)
+    await ring.authenticate(issued.token)
+    async with Database("postgresql://nobody@/none?host=/nonexistent") as away:
+        ring._db = away
+        assert (await ring.authenticate(issued.token)).tenant == "acme"
+        ring.forget()
+        with pytest.raises(UnavailableError) as caught:
+            await ring.authenticate(issued.token)
+    assert "nonexistent" not in caught.value.message
