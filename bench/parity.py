@@ -11,9 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-
 
 from bench.cpu import BASE
 from bench.server import serving
