@@ -8,8 +8,16 @@ This is the door to four files: ``image_format`` (file and reader), ``image_layo
 ``image_build`` (conversion and digest), ``peft_format`` with ``peft_config`` (what an adapter means).
 """
 
-from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, write_image
-from stencilpress.engine.image_format import Image, ImageError, ImageHeader, Record, encode_header, read_image
+from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, is_finite, not_finite, write_image
+from stencilpress.engine.image_format import (
+    Image,
+    ImageError,
+    ImageHeader,
+    Record,
+    encode_header,
+    image_name,
+    read_image,
+)
 from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
 from stencilpress.engine.peft_format import Module, module_name, places, resolve
@@ -29,8 +37,11 @@ __all__ = [
     "adapter_digest",
     "build_image",
     "encode_header",
+    "image_name",
+    "is_finite",
     "layout",
     "module_name",
+    "not_finite",
     "places",
     "read_image",
     "resolve",

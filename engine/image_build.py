@@ -44,7 +44,7 @@ def build_image(spec: ModelSpec, config: PeftConfig | dict[str, Any], tensors: M
 
     Raises :class:`AdapterError` with every reason against it.
     """
-    parts: list[bytes] = []
+    parts: list[memoryview] = []
     header = _convert(spec, _resolved(spec, config, tensors), tensors.__getitem__, parts.append)
     return Image(header, np.frombuffer(b"".join(parts), np.uint8))
 
@@ -86,7 +86,9 @@ def _resolved(
     return modules
 
 
-def _convert(spec: ModelSpec, modules: Iterable[Module], load: Load, emit: Callable[[bytes], object]) -> ImageHeader:
+def _convert(
+    spec: ModelSpec, modules: Iterable[Module], load: Load, emit: Callable[[memoryview], object]
+) -> ImageHeader:
     groups = spec.groups
     records = [Record()] * (spec.num_layers * len(groups))
     digest, crc32, findings = _Digest(spec.base_id), 0, list[Finding]()
@@ -95,7 +97,7 @@ def _convert(spec: ModelSpec, modules: Iterable[Module], load: Load, emit: Calla
         record = _record(groups[g], adapted)
         block = np.zeros((record.rank, record.slice_elems), STORED[spec.dtype])
         _fill(block, groups[g], adapted, load, digest, findings, spec.dtype)
-        data = block.tobytes()
+        data = block.data.cast("B")
         crc32 = zlib.crc32(data, crc32)
         emit(data)
         records[layer * len(groups) + g] = record
@@ -143,12 +145,16 @@ def _fill(
 def _served(name: str, tensor: Tensor, dtype: Dtype, findings: list[Finding]) -> Tensor:
     """The tensor in the served dtype, rounded to nearest even."""
     if not is_finite(tensor):
-        findings.append(Finding(name, "not_finite", "holds NaN or infinity"))
+        findings.append(not_finite(name))
         return tensor
     served = to_dtype(tensor, dtype)
     if not is_finite(served):
         findings.append(Finding(name, "overflow", f"holds values beyond the range of {dtype}, the served dtype"))
     return served
+
+
+def not_finite(name: str) -> Finding:
+    return Finding(name, "not_finite", "holds NaN or infinity")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -98,6 +98,11 @@ class Image:
     payload: Bytes
 
 
+def image_name(fingerprint: str) -> str:
+    """The file's name in an adapter's folder."""
+    return f"image-{fingerprint}.bin"
+
+
 def payload_offset(num_records: int) -> int:
     """The size of head and records, rounded up so that the stream can be read with direct I/O."""
     return -(-(_HEAD.size + num_records * _RECORD.size) // PAYLOAD_ALIGN) * PAYLOAD_ALIGN

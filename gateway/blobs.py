@@ -1,0 +1,238 @@
+"""Adapter blobs on disk: one folder per digest, written in ``staging/`` and renamed when whole.
+
+A kill at any moment leaves either no blob or a whole one. A staging folder is locked by the process that
+writes it, so whoever starts next can tell what a dead process left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.intake_records import Accepted
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
+
+WRITE_BYTES = 1 << 20
+"""Uploads are gathered to this size before a thread writes them: tiny chunks must not cost a switch each."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class UploadError(ValueError):
+    """An upload that breaks the rules of transfer. ``code`` is ``bad_file_name``, ``duplicate_file`` or ``too_large``."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StorageFullError(OSError):
+    """The disk, or the quota on it, is full. Nothing of the upload stays."""
+
+
+class BlobStore:
+    """The blobs below ``<data>/v1``. Any number of processes may use one store."""
+
+    def __init__(self, root: Path) -> None:
+        self.adapters = root / "adapters"
+        self.staging = root / "staging"
+        for folder in (self.adapters, self.staging):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def folder(self, digest: str) -> Path:
+        """Where a blob lies or would lie. Raises ``ValueError`` for anything but a digest: no name is ever a path."""
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError("not a digest: expected 64 lower-case hexadecimal digits")
+        return self.adapters / digest
+
+    def holds(self, digest: str) -> bool:
+        """Whether there is a blob: a real folder, not a link to one."""
+        folder = self.folder(digest)
+        return folder.is_dir() and not folder.is_symlink()
+
+    async def clean(self) -> int:
+        """Remove what uploads of dead processes left. Call it at start-up; returns how many there were."""
+        return await asyncio.to_thread(self._clean)
+
+    def _clean(self) -> int:
+        removed = 0
+        for folder in self.staging.iterdir():
+            with _try_lock(folder) as locked:
+                if locked:
+                    _remove_folder(folder)
+                    removed += 1
+        return removed
+
+    @contextlib.asynccontextmanager
+    async def stage(self, max_bytes: int) -> AsyncIterator[Staging]:
+        """A folder for one upload of at most ``max_bytes``. What is not published by the end is removed."""
+        folder, lock = await asyncio.to_thread(self._open_staging)
+        try:
+            yield Staging(self, folder, max_bytes)
+        finally:
+            await asyncio.to_thread(_close_staging, folder, lock)
+
+    def _open_staging(self) -> tuple[Path, int]:
+        while True:
+            folder = self.staging / secrets.token_hex(8)
+            folder.mkdir(mode=0o700)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():  # a cleaner may have come between mkdir and flock
+                return folder, lock
+            os.close(lock)
+
+    async def remove(self, digest: str) -> None:
+        """Delete a blob, if it exists. It disappears at once and whole; an engine that reads it keeps its open file."""
+        await asyncio.to_thread(self._remove, self.folder(digest))
+
+    def _remove(self, folder: Path) -> None:
+        doomed = self.staging / secrets.token_hex(8)
+        try:
+            folder.rename(doomed)
+        except FileNotFoundError:
+            return
+        _sync_folder(self.adapters)
+        _remove_folder(doomed)
+
+
+class Staging:
+    """One upload in progress. Only the two files of an adapter may come in, each once."""
+
+    def __init__(self, store: BlobStore, folder: Path, max_bytes: int) -> None:
+        self.folder = folder
+        self._store = store
+        self._max_bytes = max_bytes
+        self._received_bytes = 0
+
+    async def receive(self, name: str, chunks: AsyncIterable[bytes]) -> int:
+        """Write one file as it arrives and sync it to disk; returns its size in bytes.
+
+        Raises :class:`UploadError` for another name, a second file of the name, or too many bytes, counted as
+        they come; :class:`StorageFullError` when the disk is full.
+        """
+        if name not in (CONFIG_NAME, WEIGHTS_NAME):
+            raise UploadError("bad_file_name", f"an adapter has the files {CONFIG_NAME} and {WEIGHTS_NAME}")
+        limit = MAX_CONFIG_BYTES if name == CONFIG_NAME else self._max_bytes
+        size, pending = 0, bytearray()
+        with _storage_errors():
+            async with _new_file(self.folder / name) as file:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    self._received_bytes += len(chunk)
+                    if size > limit or self._received_bytes > self._max_bytes:
+                        raise UploadError(
+                            "too_large", f"{name} is over the limit of {min(limit, self._max_bytes)} bytes"
+                        )
+                    pending += chunk
+                    if len(pending) >= WRITE_BYTES:
+                        await asyncio.to_thread(file.write, pending)
+                        pending = bytearray()
+                await asyncio.to_thread(file.write, pending)
+        return size
+
+    async def publish(self, accepted: Accepted) -> bool:
+        """Make the folder the blob of its digest, durably; False if there was one, which is then used.
+
+        Of an upload of known content only the image is kept: it may be for another base dtype, and it heals
+        a damaged one.
+        """
+        with _storage_errors():
+            return await asyncio.to_thread(self._publish, self._store.folder(accepted.digest), accepted.image)
+
+    def _publish(self, blob: Path, image: str) -> bool:
+        _sync_folder(self.folder)
+        while True:
+            try:
+                self.folder.rename(blob)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                _sync_folder(blob.parent)
+                return True
+            with contextlib.suppress(FileNotFoundError):  # removed just now: rename again
+                (self.folder / image).replace(blob / image)
+                _sync_folder(blob)
+                return False
+
+
+@contextlib.asynccontextmanager
+async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
+    """A file that did not exist; on disk when the block ends without an exception.
+
+    It is a buffered file for its lock: after a cancel, ``close`` waits for a thread that still writes.
+    """
+    try:
+        file = await asyncio.to_thread(open, path, "xb", opener=functools.partial(os.open, mode=0o600))
+    except FileExistsError:
+        raise UploadError("duplicate_file", f"{path.name} was sent twice") from None
+    try:
+        yield file
+        await asyncio.to_thread(_sync_file, file)
+    finally:
+        with contextlib.suppress(OSError):  # a full disk has been reported by the write
+            await asyncio.to_thread(file.close)
+
+
+@contextlib.contextmanager
+def _storage_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _STORAGE_FULL:
+            raise StorageFullError(error.errno, error.strerror) from error
+        raise
+
+
+@contextlib.contextmanager
+def _try_lock(folder: Path) -> Iterator[bool]:
+    """Whether nobody holds the folder; held while the block runs."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # gone, or no folder
+        yield False
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(lock)
+
+
+def _close_staging(folder: Path, lock: int) -> None:
+    _remove_folder(folder)
+    os.close(lock)
+
+
+def _remove_folder(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # published, or another cleaner was faster
+        shutil.rmtree(folder)
+
+
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
