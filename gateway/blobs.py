@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import os
 import re
 import secrets
 import shutil
+import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +31,7 @@ _STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UploadError(ValueError):
-    """An upload that breaks the rules of transfer. ``code`` is ``bad_file_name``, ``duplicate_file`` or ``too_large``."""
+    """An upload that breaks the rules of transfer; codes ``bad_file_name``, ``duplicate_file``, ``too_large``."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -69,30 +69,34 @@ class BlobStore:
     def _clean(self) -> int:
         removed = 0
         for folder in self.staging.iterdir():
-            with _try_lock(folder) as locked:
-                if locked:
-                    _remove_folder(folder)
-                    removed += 1
+            lock = _try_lock(folder)
+            if lock is not None:
+                _remove_folder(folder)
+                os.close(lock)
+                removed += 1
         return removed
 
     @contextlib.asynccontextmanager
     async def stage(self, max_bytes: int) -> AsyncIterator[Staging]:
         """A folder for one upload of at most ``max_bytes``. What is not published by the end is removed."""
-        folder, lock = await asyncio.to_thread(self._open_staging)
+        with _storage_errors():
+            folder, lock = self._open_staging()
+        staging = Staging(self, folder, max_bytes)
         try:
-            yield Staging(self, folder, max_bytes)
+            yield staging
         finally:
-            await asyncio.to_thread(_close_staging, folder, lock)
+            await asyncio.to_thread(staging.discard)
+            os.close(lock)
 
     def _open_staging(self) -> tuple[Path, int]:
         while True:
             folder = self.staging / secrets.token_hex(8)
             folder.mkdir(mode=0o700)
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():  # a cleaner may have come between mkdir and flock
+            lock = _try_lock(folder)
+            if lock is not None and folder.exists():
                 return folder, lock
-            os.close(lock)
+            if lock is not None:  # a cleaner came between mkdir and lock
+                os.close(lock)
 
     async def remove(self, digest: str) -> None:
         """Delete a blob, if it exists. It disappears at once and whole; an engine that reads it keeps its open file."""
@@ -116,6 +120,7 @@ class Staging:
         self._store = store
         self._max_bytes = max_bytes
         self._received_bytes = 0
+        self._moving = threading.Lock()
 
     async def receive(self, name: str, chunks: AsyncIterable[bytes]) -> int:
         """Write one file as it arrives and sync it to disk; returns its size in bytes.
@@ -152,21 +157,21 @@ class Staging:
         with _storage_errors():
             return await asyncio.to_thread(self._publish, self._store.folder(accepted.digest), accepted.image)
 
+    def discard(self) -> None:
+        """Remove the folder, unless it was published. Blocks; waits for a publication that was cancelled."""
+        with self._moving:
+            _remove_folder(self.folder)
+
     def _publish(self, blob: Path, image: str) -> bool:
-        _sync_folder(self.folder)
-        while True:
-            try:
-                self.folder.rename(blob)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            else:
-                _sync_folder(blob.parent)
-                return True
-            with contextlib.suppress(FileNotFoundError):  # removed just now: rename again
-                (self.folder / image).replace(blob / image)
-                _sync_folder(blob)
-                return False
+        with self._moving:
+            _sync_folder(self.folder)
+            while not _rename_new(self.folder, blob):
+                with contextlib.suppress(FileNotFoundError):  # removed just now: rename again
+                    (self.folder / image).replace(blob / image)
+                    _sync_folder(blob)
+                    return False
+            _sync_folder(blob.parent)
+            return True
 
 
 @contextlib.asynccontextmanager
@@ -176,7 +181,7 @@ async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
     It is a buffered file for its lock: after a cancel, ``close`` waits for a thread that still writes.
     """
     try:
-        file = await asyncio.to_thread(open, path, "xb", opener=functools.partial(os.open, mode=0o600))
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     except FileExistsError:
         raise UploadError("duplicate_file", f"{path.name} was sent twice") from None
     try:
@@ -185,6 +190,17 @@ async def _new_file(path: Path) -> AsyncIterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):  # a full disk has been reported by the write
             await asyncio.to_thread(file.close)
+
+
+def _rename_new(folder: Path, blob: Path) -> bool:
+    """Rename a folder unless the other name is taken. A link there is an error, not followed."""
+    try:
+        folder.rename(blob)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -197,26 +213,18 @@ def _storage_errors() -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _try_lock(folder: Path) -> Iterator[bool]:
-    """Whether nobody holds the folder; held while the block runs."""
+def _try_lock(folder: Path) -> int | None:
+    """Take the lock that tells that a folder is in use; None if it is, or if it is gone or no folder."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # gone, or no folder
-        yield False
-        return
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
     except BlockingIOError:
-        yield False
-    finally:
         os.close(lock)
-
-
-def _close_staging(folder: Path, lock: int) -> None:
-    _remove_folder(folder)
-    os.close(lock)
+        return None
+    return lock
 
 
 def _remove_folder(folder: Path) -> None:
