@@ -11,6 +11,7 @@ from sqlalchemy import (
     CheckConstraint,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     ForeignKeyConstraint,
     LargeBinary,
@@ -70,7 +71,7 @@ class TenantRow(Table):
     max_adapters: Mapped[int]
     max_adapter_bytes: Mapped[int] = mapped_column(BigInteger)
     target_modules: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    weight: Mapped[float]
+    weight: Mapped[float] = mapped_column(Double)
     prefix_salt: Mapped[bytes] = mapped_column(LargeBinary(32))
     created_at: Mapped[datetime]
     disabled_at: Mapped[datetime | None]

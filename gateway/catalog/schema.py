@@ -37,6 +37,14 @@ async def check_schema(db: Database) -> None:
         await connection.run_sync(_check)
 
 
+async def ensure_schema(db: Database) -> None:
+    """Create the schema in an empty database; otherwise raises :class:`SchemaError` unless it is this code's."""
+    async with db.read() as session:
+        connection = await session.connection()
+        empty = await connection.run_sync(_is_empty)
+    await (migrate(db) if empty else check_schema(db))
+
+
 def _migrate(connection: Connection, revision: str) -> str:
     config = _config(connection)
     known = _revisions(config)
@@ -47,6 +55,10 @@ def _migrate(connection: Connection, revision: str) -> str:
     step: Callable[[Config, str], None] = command.upgrade if wanted >= current else command.downgrade
     step(config, revision)
     return known[wanted]
+
+
+def _is_empty(connection: Connection) -> bool:
+    return MigrationContext.configure(connection).get_current_revision() is None
 
 
 def _check(connection: Connection) -> None:

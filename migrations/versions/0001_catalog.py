@@ -20,17 +20,17 @@ def upgrade() -> None:
         sa.Column("max_adapters", sa.Integer, nullable=False),
         sa.Column("max_adapter_bytes", sa.BigInteger, nullable=False),
         sa.Column("target_modules", sa.JSON),
-        sa.Column("weight", sa.Float, nullable=False),
+        sa.Column("weight", sa.Double, nullable=False),
         sa.Column("prefix_salt", sa.LargeBinary(32), nullable=False),
         sa.Column("created_at", _Instant, nullable=False),
         sa.Column("disabled_at", _Instant),
         sa.PrimaryKeyConstraint("id", name="pk_tenants"),
         sa.UniqueConstraint("name", name="uq_tenants_name"),
         _length("tenants", "name", 1, 63),
-        sa.CheckConstraint("max_rank >= 1", name="ck_tenants_max_rank_positive"),
-        sa.CheckConstraint("max_adapters >= 0", name="ck_tenants_max_adapters_natural"),
-        sa.CheckConstraint("max_adapter_bytes >= 1", name="ck_tenants_max_adapter_bytes_positive"),
-        sa.CheckConstraint("weight > 0", name="ck_tenants_weight_positive"),
+        sa.CheckConstraint("max_rank >= 1", name=op.f("ck_tenants_max_rank_positive")),
+        sa.CheckConstraint("max_adapters >= 0", name=op.f("ck_tenants_max_adapters_natural")),
+        sa.CheckConstraint("max_adapter_bytes >= 1", name=op.f("ck_tenants_max_adapter_bytes_positive")),
+        sa.CheckConstraint("weight > 0", name=op.f("ck_tenants_weight_positive")),
         sqlite_autoincrement=True,
     )
     op.create_table(
@@ -77,7 +77,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("adapter_id", "number", name="pk_versions"),
         sa.ForeignKeyConstraint(["adapter_id"], ["adapters.id"], name="fk_versions_adapter_id"),
         sa.UniqueConstraint("adapter_id", "digest", name="uq_versions_adapter_id_digest"),
-        sa.CheckConstraint("number >= 1", name="ck_versions_number_positive"),
+        sa.CheckConstraint("number >= 1", name=op.f("ck_versions_number_positive")),
         _length("versions", "digest", 64, 64),
         _length("versions", "base_id", 1, 200),
     )
@@ -105,4 +105,4 @@ def downgrade() -> None:
 
 
 def _length(table: str, column: str, low: int, high: int) -> sa.CheckConstraint:
-    return sa.CheckConstraint(f"length({column}) BETWEEN {low} AND {high}", name=f"ck_{table}_{column}_length")
+    return sa.CheckConstraint(f"length({column}) BETWEEN {low} AND {high}", name=op.f(f"ck_{table}_{column}_length"))

@@ -1,0 +1,179 @@
+"""The schema goes up, down and up again on both engines, survives a kill, and refuses one it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import CheckConstraint, Connection, inspect, text
+
+from stencilpress.gateway.catalog.models import Table
+from stencilpress.gateway.catalog.schema import SchemaError, check_schema, ensure_schema, migrate
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import create_tenant, list_tenants
+from stencilpress.gateway.errors import UnavailableError
+
+ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
+
+
+@pytest.fixture
+async def empty(database_url: str) -> AsyncIterator[Database]:
+    async with Database(database_url) as database:
+        yield database
+
+
+async def ask(db: Database, question: Callable[[Connection], T]) -> T:
+    async with db.read() as session:
+        return await (await session.connection()).run_sync(question)
+
+
+async def tables(db: Database) -> set[str]:
+    return await ask(db, lambda connection: set(inspect(connection).get_table_names()))
+
+
+async def execute(db: Database, statement: str) -> None:
+    async with db.write() as session:
+        await session.execute(text(statement))
+
+
+PROCESS = """
+import asyncio, os, signal, sys
+from sqlalchemy import Engine, event
+from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.session import Database
+
+seen = 0
+
+@event.listens_for(Engine, "after_cursor_execute")
+def die(connection, cursor, statement, *rest):
+    global seen
+    seen += statement.strip().startswith(("CREATE", "DROP"))
+    if seen == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with Database(sys.argv[1]) as db:
+        await migrate(db, sys.argv[3])
+
+asyncio.run(main())
+"""
+
+
+async def run_migration(url: str, *, die_after: int, revision: str = "head") -> int:
+    """Migrate in a process of its own, which kills itself after so many CREATE and DROP statements (-1: never); its exit code."""
+    command = [sys.executable, "-c", PROCESS, url, str(die_after), revision]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
+    return await process.wait()
+
+
+async def test_up_down_up(empty: Database) -> None:
+    wanted = {"alembic_version", *Table.metadata.tables}
+    newest = await migrate(empty)
+    assert await tables(empty) == wanted
+    await create_tenant(empty, "acme")
+    assert await migrate(empty, "base") == "base"
+    assert await tables(empty) == {"alembic_version"}
+    assert await migrate(empty) == newest
+    assert await tables(empty) == wanted
+    assert await list_tenants(empty) == ()
+    assert (await create_tenant(empty, "acme")).name == "acme"
+
+
+async def test_the_migrations_build_exactly_the_tables_of_the_code(empty: Database) -> None:
+    await migrate(empty)
+
+    def differences(connection: Connection) -> list[Any]:
+        options = {"compare_type": True, "compare_server_default": True}
+        return list(compare_metadata(MigrationContext.configure(connection, opts=options), Table.metadata))
+
+    assert await ask(empty, differences) == []
+
+
+async def test_constraints_are_those_of_the_code(empty: Database) -> None:
+    """Alembic does not compare checks, so their names are compared here."""
+    await migrate(empty)
+
+    def checks(connection: Connection) -> dict[str, set[str | None]]:
+        inspector = inspect(connection)
+        return {
+            name: {check["name"] for check in inspector.get_check_constraints(name)} for name in Table.metadata.tables
+        }
+
+    found = await ask(empty, checks)
+    for name, table in Table.metadata.tables.items():
+        named = {constraint.name for constraint in table.constraints if isinstance(constraint, CheckConstraint)}
+        assert found[name] == named
+
+
+async def test_repeating_a_migration_changes_nothing(empty: Database) -> None:
+    await migrate(empty)
+    await create_tenant(empty, "acme")
+    await migrate(empty)
+    await ensure_schema(empty)
+    assert [tenant.name for tenant in await list_tenants(empty)] == ["acme"]
+
+
+async def test_processes_that_start_together_migrate_one_after_the_other(database_url: str) -> None:
+    codes = await asyncio.gather(*(run_migration(database_url, die_after=-1) for _ in range(4)))
+    assert codes == [0, 0, 0, 0]
+    async with Database(database_url) as db:
+        await check_schema(db)
+
+
+@pytest.mark.parametrize("after_statements", [1, 3, 7])
+async def test_a_killed_upgrade_leaves_nothing_and_a_second_one_succeeds(
+    empty: Database, database_url: str, after_statements: int
+) -> None:
+    assert await run_migration(database_url, die_after=after_statements) == -signal.SIGKILL
+    assert await tables(empty) == set()
+    await migrate(empty)
+    await check_schema(empty)
+
+
+async def test_a_killed_downgrade_leaves_the_schema_in_use(empty: Database, database_url: str) -> None:
+    await migrate(empty)
+    await create_tenant(empty, "acme")
+    assert await run_migration(database_url, die_after=3, revision="base") == -signal.SIGKILL
+    await check_schema(empty)
+    assert [tenant.name for tenant in await list_tenants(empty)] == ["acme"]
+
+
+async def test_a_newer_schema_is_refused_and_left_alone(empty: Database) -> None:
+    await migrate(empty)
+    await execute(empty, "UPDATE alembic_version SET version_num = '9999'")
+    for refuse in (migrate, check_schema, ensure_schema):
+        with pytest.raises(SchemaError, match=r"schema 9999, newer than this version .* upgrade stencilpress"):
+            await refuse(empty)
+    assert len(await tables(empty)) == len(Table.metadata.tables) + 1
+
+
+async def test_an_older_schema_is_refused_with_the_remedy_and_an_empty_database_is_filled(empty: Database) -> None:
+    with pytest.raises(SchemaError, match="run `stencilpress migrate`"):
+        await check_schema(empty)
+    await ensure_schema(empty)
+    await check_schema(empty)
+
+
+async def test_an_unknown_revision_is_refused_with_the_known_ones(empty: Database) -> None:
+    with pytest.raises(SchemaError, match="'0002x' is unknown; known: base, 0001"):
+        await migrate(empty, "0002x")
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_a_migration_behind_a_busy_table_gives_up(empty: Database) -> None:
+    await migrate(empty)
+    async with empty.write() as session:
+        await session.execute(text("LOCK TABLE versions IN ACCESS SHARE MODE"))
+        with pytest.raises(UnavailableError):
+            await migrate(empty, "base")
+    await check_schema(empty)
