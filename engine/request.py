@@ -1,0 +1,100 @@
+"""One request's life inside the engine: its tokens, its pages and one state."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from stencilpress.engine.messages import Finished, FinishReason, Sampling
+from stencilpress.engine.plan import Chunk, Draw, Page, RequestKey
+
+
+class State(enum.Enum):
+    """Where a request stands. Whether its adapter is cold is residency's to know, not repeated here."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
+    State.PREFILLING: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.PREFILLING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class IllegalMoveError(RuntimeError):
+    """A state change that no request may make: a bug in the scheduler."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """``history`` is the prompt and all tokens drawn so far; KV of the first ``computed`` of them is in ``pages``.
+
+    ``arrival`` orders all requests of an engine.
+    ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
+    """
+
+    key: RequestKey
+    arrival: int
+    adapter: str | None
+    history: list[int]
+    prompt_len: int
+    max_tokens: int
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    state: State = State.WAITING
+    slot: int = -1
+    pages: tuple[Page, ...] = ()
+    computed: int = 0
+
+    @property
+    def generated(self) -> int:
+        return len(self.history) - self.prompt_len
+
+    @property
+    def seated(self) -> bool:
+        return self.slot >= 0
+
+    def move(self, state: State) -> None:
+        """The only way to change ``state``. Raises :class:`IllegalMoveError`."""
+        if state not in MOVES[self.state]:
+            raise IllegalMoveError(f"request {self.key}: {self.state.value} cannot become {state.value}")
+        self.state = state
+
+    def sit(self, slot: int, pages: tuple[Page, ...]) -> None:
+        """Take a seat: pages for the whole history, of which nothing is computed yet."""
+        self.move(State.PREFILLING)
+        self.slot, self.pages, self.computed = slot, pages, 0
+
+    def rise(self) -> tuple[Page, ...]:
+        """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
+        pages, self.pages, self.slot, self.computed = self.pages, (), -1, 0
+        return pages
+
+    def chunk(self, count: int) -> Chunk:
+        """The next ``count`` tokens to compute, with a draw if they complete the history."""
+        start, history = self.computed, self.history
+        draw = None
+        if start + count == len(history):
+            draw = Draw(self.sampling, history, self.prompt_len, len(history) - self.prompt_len)
+        return Chunk(self.key, self.slot, start, tuple(history[start : start + count]), self.pages, draw)
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Take a drawn token; the reason if it is the last one."""
+        if self.state is State.PREFILLING:
+            self.move(State.RUNNING)
+        self.history.append(token)
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if self.generated >= self.max_tokens else None
+
+    def finish(self, reason: FinishReason, code: str = "", message: str = "") -> Finished:
+        """End the request and make its one terminal message. Raises :class:`IllegalMoveError` the second time."""
+        self.move(State.FINISHED)
+        return Finished(self.key[1], reason, self.prompt_len, self.generated, code=code, message=message)

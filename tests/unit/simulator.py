@@ -1,0 +1,359 @@
+"""A virtual engine around the real policy: a device whose memory is a dict, a loader with delays, and clients.
+
+The device computes each token from the *contents of the pages* that a plan names, so a page reused too early, a lost
+token or a wrong adapter changes the text. Clients know the text that they must get and check what they are told.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from stencilpress.engine.limits import Limits
+from stencilpress.engine.messages import Finished, Sampling, Step, Submit, pack_tokens
+from stencilpress.engine.plan import (
+    Chunk,
+    DropOrder,
+    Fetched,
+    FetchOrder,
+    LoadOrder,
+    LoadResult,
+    Page,
+    Placed,
+    PlaceOrder,
+    RequestKey,
+    Sampled,
+    StepPlan,
+)
+from stencilpress.engine.pool import Pool
+from stencilpress.engine.residency import Residency
+from stencilpress.engine.scheduler import Scheduler
+
+VOCAB = 97
+
+
+def next_token(adapter: str | None, history: Sequence[int]) -> int:
+    """The model: a token that depends on the adapter and on every token so far."""
+    return zlib.crc32(repr((adapter, list(history))).encode()) % VOCAB
+
+
+def expected_text(adapter: str | None, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
+    """What a request gets when it runs alone."""
+    text: list[int] = []
+    while len(text) < max_tokens:
+        text.append(next_token(adapter, [*prompt, *text]))
+        if text[-1] in stop_ids:
+            break
+    return text
+
+
+@dataclass
+class Device:
+    """Pool memory as the device sees it, and the adapters that it can use."""
+
+    page_tokens: int
+    memory: dict[Page, dict[int, tuple[str | None, int]] | str] = field(default_factory=dict)
+    adapters: dict[str, tuple[Page, ...]] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        keys = [chunk.key for segment in plan.segments for chunk in segment.chunks]
+        slots = [chunk.slot for segment in plan.segments for chunk in segment.chunks]
+        tables = [page for segment in plan.segments for chunk in segment.chunks for page in chunk.pages]
+        assert len(set(keys)) == len(keys)
+        assert len(set(slots)) == len(slots)
+        assert len(set(tables)) == len(tables), "two requests share a KV page"
+        assert len({segment.adapter for segment in plan.segments}) == len(plan.segments)
+        return [sampled for segment in plan.segments for sampled in self._run_segment(segment.adapter, segment.chunks)]
+
+    def _run_segment(self, adapter: str | None, chunks: Sequence[Chunk]) -> Iterator[Sampled]:
+        if adapter is not None:
+            assert all(self.memory[page] == adapter for page in self.adapters[adapter]), "an adapter in use was overwritten"
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        assert chunks
+        assert lengths == sorted(lengths, key=lambda length: length > 1), "a prefill precedes a decode"
+        for chunk in chunks:
+            self._write(adapter, chunk)
+            if chunk.draw is not None:
+                history = self._read(adapter, chunk, chunk.start + len(chunk.tokens))
+                assert history == list(chunk.draw.history)
+                assert chunk.draw.position == len(history) - chunk.draw.prompt_len
+                yield Sampled(chunk.key, next_token(adapter, history))
+
+    def _write(self, adapter: str | None, chunk: Chunk) -> None:
+        assert 0 < len(chunk.tokens)
+        assert chunk.start + len(chunk.tokens) <= len(chunk.pages) * self.page_tokens
+        for position, token in enumerate(chunk.tokens, chunk.start):
+            page = chunk.pages[position // self.page_tokens]
+            content = self.memory.get(page)
+            if isinstance(content, str) or content is None or position % self.page_tokens == 0:
+                content = self.memory[page] = {}
+            content[position] = (adapter, token)
+
+    def _read(self, adapter: str | None, chunk: Chunk, length: int) -> list[int]:
+        history = []
+        for position in range(length):
+            content = self.memory[chunk.pages[position // self.page_tokens]]
+            assert not isinstance(content, str), "a KV page was overwritten by an adapter"
+            owner, token = content[position]
+            assert owner == adapter
+            history.append(token)
+        return history
+
+
+@dataclass
+class Loader:
+    """Carries out orders in sequence, at most ``speed`` a step. ``broken`` digests fail to be read."""
+
+    device: Device
+    needs: dict[str, int]
+    broken: set[str] = field(default_factory=set)
+    jammed: set[str] = field(default_factory=set)
+    hosted: set[str] = field(default_factory=set)
+    orders: deque[LoadOrder] = field(default_factory=deque)
+    fetches: list[str] = field(default_factory=list)
+
+    def work(self, speed: int) -> list[LoadResult]:
+        results = []
+        while speed > 0 and self.orders:
+            order = self.orders.popleft()
+            if isinstance(order, DropOrder):
+                self._drop(order)
+                continue
+            speed -= 1
+            results.append(self._fetch(order) if isinstance(order, FetchOrder) else self._place(order))
+        return results
+
+    def _drop(self, order: DropOrder) -> None:
+        if order.tier == "host":
+            self.hosted.remove(order.digest)
+        else:
+            del self.device.adapters[order.digest]
+
+    def _fetch(self, order: FetchOrder) -> Fetched:
+        assert order.digest not in self.hosted
+        self.fetches.append(order.digest)
+        if order.digest in self.broken:
+            return Fetched(order.digest, 0, 0, "no such file")
+        self.hosted.add(order.digest)
+        return Fetched(order.digest, 1000, self.needs[order.digest])
+
+    def _place(self, order: PlaceOrder) -> Placed:
+        assert order.digest in self.hosted
+        assert len(order.pages) == self.needs[order.digest]
+        if order.digest in self.jammed:
+            return Placed(order.digest, "the copy failed")
+        for page in order.pages:
+            self.device.memory[page] = order.digest
+        self.device.adapters[order.digest] = order.pages
+        return Placed(order.digest)
+
+
+@dataclass
+class Client:
+    """One request and what its gateway has heard of it."""
+
+    submit: Submit
+    prompt: list[int]
+    expected: list[int]
+    came_at_step: int
+    text: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+class Engine:
+    """The real scheduler, pool and residency between the virtual device, loader and clients."""
+
+    def __init__(self, limits: Limits, *, pages: int, needs: dict[str, int], max_cpu_loras: int = 4) -> None:
+        self.now_s = 0.0
+        self.limits = limits
+        self.pool = Pool(pages)
+        self.residency = Residency(
+            self.pool, max_cpu_loras=max_cpu_loras, max_prefetched=limits.max_loras, clock=lambda: self.now_s
+        )
+        self.scheduler = Scheduler(limits, self.pool, self.residency)
+        self.device = Device(limits.page_tokens)
+        self.loader = Loader(self.device, needs)
+        self.max_cpu_loras = max_cpu_loras
+        self.clients: dict[RequestKey, Client] = {}
+        self.live: set[RequestKey] = set()
+        self.parked: set[int] = set()
+        self.steps = 0
+
+    def submit(
+        self,
+        key: RequestKey,
+        prompt: list[int],
+        max_tokens: int,
+        adapter: str | None = None,
+        stop_ids: tuple[int, ...] = (),
+    ) -> Client:
+        submit = Submit(key[1], pack_tokens(prompt), adapter or "", max_tokens, Sampling(), stop_ids)
+        expected = expected_text(adapter, prompt, max_tokens, stop_ids)
+        client = self.clients[key] = Client(submit, prompt, expected, self.steps)
+        self.live.add(key)
+        self.scheduler.add(key, submit)
+        return client
+
+    def step(self, *, load_speed: int = 100, in_flight: Sequence[RequestKey] = (), fails: bool = False) -> StepPlan | None:
+        """One turn of the worker's loop; ``in_flight`` requests are aborted while the device computes."""
+        self.steps += 1
+        self.now_s += 0.02
+        for result in self.loader.work(load_speed):
+            self.scheduler.loaded(result)
+        plan = self.scheduler.plan()
+        self._check_plan(plan)
+        self.loader.orders.extend(self.residency.take_orders())
+        if plan is not None:
+            for key in in_flight:
+                self.scheduler.abort(key)
+            self.scheduler.check()
+            if fails:
+                self.scheduler.fail(plan, "the device is on fire")
+            else:
+                self.scheduler.commit(plan, self.device.run(plan))
+        self.deliver()
+        self.scheduler.check()
+        return plan
+
+    def deliver(self) -> None:
+        """Every client hears what it is told, in order, once."""
+        for connection, step in self.scheduler.take_replies().items():
+            self._hear(connection, step)
+
+    def run_until_idle(self, limit: int = 10_000) -> int:
+        """Steps taken until no request is left. Fails when there are still some after ``limit``."""
+        start = self.steps
+        while not self.scheduler.idle:
+            assert self.steps - start < limit, f"still live: {sorted(self.live)}"
+            self.step()
+        return self.steps - start
+
+    def _check_plan(self, plan: StepPlan | None) -> None:
+        adapters = [s.adapter for s in plan.segments if s.adapter is not None] if plan else []
+        assert len(adapters) <= self.limits.max_loras
+        assert all(self.residency.ready(adapter) for adapter in adapters)
+        assert self.residency.in_host <= self.max_cpu_loras
+        if plan is not None:
+            chunks = [chunk for segment in plan.segments for chunk in segment.chunks]
+            assert plan.num_tokens <= self.limits.max_num_batched_tokens
+            assert len(chunks) <= self.limits.max_num_seqs
+            assert all(chunk.slot < self.limits.max_num_seqs for chunk in chunks)
+            assert not {chunk.key[0] for chunk in chunks} & self.parked
+
+    def _hear(self, connection: int, step: Step) -> None:
+        for token in step.tokens:
+            client = self.clients[connection, token.id]
+            assert client.finished is None, "a token after the terminal message"
+            client.text.append(token.token)
+            assert client.text == client.expected[: len(client.text)]
+        for finished in step.finished:
+            client = self.clients[connection, finished.id]
+            assert client.finished is None, "a second terminal message"
+            client.finished = finished
+            self.live.discard((connection, finished.id))
+            _check_end(client, finished)
+
+
+def _check_end(client: Client, finished: Finished) -> None:
+    assert finished.prompt_tokens == len(client.prompt)
+    assert finished.completion_tokens == len(client.text)
+    assert bool(finished.code) == (finished.reason == "error")
+    if finished.reason in ("stop", "length"):
+        assert client.text == client.expected
+        stopped = client.text[-1] in client.submit.stop_ids
+        assert finished.reason == ("stop" if stopped else "length")
+
+
+class Storm:
+    """Random traffic and random faults from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        draw = self.random.randint
+        self.digests = [f"adapter-{i}" for i in range(draw(1, 10))]
+        limits = Limits(
+            max_num_seqs=draw(1, 8),
+            max_num_batched_tokens=self.random.choice((1, 3, 8, 32)),
+            max_loras=draw(1, 4),
+            max_waiting=draw(1, 30),
+            max_model_len=self.random.choice((24, 64)),
+            page_tokens=self.random.choice((1, 4)),
+            vocab_size=VOCAB,
+            patience_steps=draw(1, 40),
+        )
+        self.engine = Engine(
+            limits,
+            pages=draw(6, 80),
+            needs={digest: draw(1, 12) for digest in self.digests},
+            max_cpu_loras=draw(1, 6),
+        )
+        self.rate = self.random.choice((0.05, 0.3, 1.0))
+        self.last_id = 0
+
+    def run(self, steps: int) -> Engine:
+        """So many stormy steps, then calm until every request has ended."""
+        for _ in range(steps):
+            self._events()
+            live = sorted(self.engine.live)
+            chance = self.random.random()
+            self.engine.step(
+                load_speed=self.random.choice((0, 0, 1, 3)),
+                in_flight=self.random.sample(live, min(len(live), 2)) if chance < 0.05 else (),
+                fails=chance > 0.99,
+            )
+        for connection in list(self.engine.parked):
+            self._unpark(connection)
+        self.engine.loader.broken.clear()
+        self.engine.loader.jammed.clear()
+        self.engine.run_until_idle()
+        return self.engine
+
+    def _events(self) -> None:
+        while self.random.random() < self.rate / (1 + self.rate):
+            self._submit()
+        chance = self.random.random()
+        if chance < 0.03 and self.engine.live:
+            self.engine.scheduler.abort(self.random.choice(sorted(self.engine.live)))
+        elif chance < 0.05:
+            self._park(self.random.randint(1, 3))
+        elif chance < 0.10 and self.engine.parked:
+            self._unpark(self.random.choice(sorted(self.engine.parked)))
+        elif chance < 0.105:
+            self._hang_up(self.random.randint(1, 3))
+        elif chance < 0.12:
+            faults = self.random.choice((self.engine.loader.broken, self.engine.loader.jammed))
+            faults ^= {self.random.choice(self.digests)}
+        elif chance < 0.13:
+            self.engine.scheduler.check_adapter(self.random.choice(self.digests))
+
+    def _submit(self) -> None:
+        self.last_id += 1
+        longest = self.engine.limits.max_model_len
+        prompt = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, longest))]
+        stop_ids = tuple(self.random.sample(range(VOCAB), self.random.choice((0, 2))))
+        self.engine.submit(
+            (self.random.randint(1, 3), self.last_id),
+            prompt,
+            self.random.randint(1, max(1, min(24, longest - len(prompt) + 1))),
+            self.random.choice((None, *self.digests)),
+            stop_ids,
+        )
+
+    def _park(self, connection: int) -> None:
+        self.engine.parked.add(connection)
+        self.engine.scheduler.park(connection)
+
+    def _unpark(self, connection: int) -> None:
+        self.engine.parked.discard(connection)
+        self.engine.scheduler.unpark(connection)
+
+    def _hang_up(self, connection: int) -> None:
+        """A gateway dies: its clients hear nothing more. The number stands for another gateway afterwards."""
+        self.engine.scheduler.abort_connection(connection)
+        self.engine.parked.discard(connection)
+        for key in [key for key in self.engine.live if key[0] == connection]:
+            self.engine.live.discard(key)
+            del self.engine.clients[key]
