@@ -1,0 +1,49 @@
+"""The real supervisor over the fake engine and the fake gateway; what `stencilpress serve` is, without a model.
+
+``python -m tests.fakes.serve DATA [--host H] [--port P] [--gateways N] [--engine "ARGS"] [--gateway "ARGS"]``; prints
+``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from stencilpress.supervisor import ServeError, ServeSettings, run
+
+
+def main() -> int:
+    """Run until a signal comes; 1 if the server could not start."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--engine", default="")
+    parser.add_argument("--engine-command", default="")
+    parser.add_argument("--gateway", default="")
+    given = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    settings = ServeSettings(
+        data_dir=given.data,
+        host=given.host,
+        port=given.port,
+        gateways=given.gateways,
+        environment=dict(os.environ),
+        engine_command=shlex.split(given.engine_command)
+        or [sys.executable, "-m", "tests.fakes.engine", *shlex.split(given.engine)],
+        gateway_command=[sys.executable, "-m", "tests.fakes.gateway", *shlex.split(given.gateway)],
+    )
+    try:
+        return run(settings, on_ready=lambda url: print(f"ready {url}", flush=True))  # noqa: T201
+    except ServeError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
