@@ -3,7 +3,7 @@
 File, little-endian: head, one record per (layer, group), zeros up to 4096, then the stream.
 
     head    magic 8s | version u32 | dtype u32 | digest 32s | spec fingerprint 16s | layers u32 | groups u32 |
-            payload bytes u64 | payload crc32 u32 | crc32 of head and records (this field 0) u32
+            payload bytes u64 | payload crc32 u32 | crc32 of all before the stream, this field 0, u32
     record  rank u32 | bit mask of the adapted projections u32 | elements of a slice u32 | scale f32 × 3
 """
 
@@ -111,9 +111,8 @@ def payload_offset(num_records: int) -> int:
 def encode_header(header: ImageHeader) -> bytes:
     """The first ``header.payload_offset`` bytes of the file."""
     records = b"".join(_RECORD.pack(r.rank, r.mask, r.slice_elems, *r.scales) for r in header.records)
-    head = _pack_head(header, 0)
-    sealed = _pack_head(header, zlib.crc32(records, zlib.crc32(head))) + records
-    return sealed.ljust(header.payload_offset, b"\0")
+    rest = records.ljust(header.payload_offset - _HEAD.size, b"\0")
+    return _pack_head(header, zlib.crc32(rest, zlib.crc32(_pack_head(header, 0)))) + rest
 
 
 def _pack_head(header: ImageHeader, crc32: int) -> bytes:
@@ -162,8 +161,8 @@ def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
         raise ImageError(f"not an adapter image of version {VERSION}")
     if not 0 < layers * groups <= MAX_RECORDS:
         raise ImageError(f"{layers} layers of {groups} groups are out of range")
-    records = _read_exactly(file, layers * groups * _RECORD.size)
-    if zlib.crc32(records, zlib.crc32(head[:-4] + bytes(4))) != crc32:
+    rest = _read_exactly(file, payload_offset(layers * groups) - _HEAD.size)
+    if zlib.crc32(rest, zlib.crc32(head[:-4] + bytes(4))) != crc32:
         raise ImageError("checksum of the header differs: the image is damaged on disk")
     if dtype >= len(_DTYPES):
         raise ImageError(f"unknown dtype code {dtype}")
@@ -173,13 +172,12 @@ def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
         _DTYPES[dtype],
         layers,
         groups,
-        tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(records)),
+        tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(rest[: layers * groups * _RECORD.size])),
         payload_crc32,
     )
     expected = header.payload_offset + header.payload_bytes
     if payload_bytes != header.payload_bytes or file_bytes != expected:
         raise ImageError(f"image has {file_bytes} bytes, expected {expected}")
-    file.seek(header.payload_offset)
     return header
 
 
