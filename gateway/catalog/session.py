@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import URL, event, make_url
+from sqlalchemy import URL, event, make_url, select
 from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
@@ -50,6 +50,11 @@ class Database:
     def write(self) -> AbstractAsyncContextManager[AsyncSession]:
         """One transaction, committed at the end of the block. On SQLite it holds the write lock from the start."""
         return _transaction(self._write_sessions)
+
+    async def ping(self) -> None:
+        """Raises :class:`UnavailableError` unless the database answers."""
+        async with self.read() as session:
+            await session.execute(select(1))
 
     async def close(self) -> None:
         await self._engine.dispose()
