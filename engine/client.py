@@ -115,9 +115,9 @@ class EngineClient:
 
     async def wait_ready(self) -> Welcome:
         """Wait until an engine is connected."""
-        while self._connection is None:
+        while not self.ready:
             await self._connected.wait()
-        return self._connection.welcome
+        return self.welcome
 
     @property
     def welcome(self) -> Welcome:
@@ -171,12 +171,12 @@ class EngineClient:
         logger.info("connected to engine generation %d", connection.welcome.generation)
         self._connection = connection
         self._connected.set()
+        self._connected.clear()  # a pulse: waiters look at `ready`, which is false from the very moment of a loss
         try:
             await asyncio.wait([connection.ended])  # cancelling this wait leaves the future alone
             logger.warning("the engine is gone: %s", connection.ended.result())
         finally:
             self._connection = None
-            self._connected.clear()
             connection.lose("the gateway is shutting down")
 
     async def _connect(self) -> Connection:

@@ -124,12 +124,21 @@ class Link:
         peer = self._connections.get(connection)
         return peer is not None and not peer.full
 
+    def drop(self, connection: int, reason: str) -> None:
+        """Close a gateway's connection; :class:`Closed` follows from the next :meth:`poll`."""
+        peer = self._connections.get(connection)
+        if peer is not None:
+            logger.warning("gateway %d dropped: %s", connection, reason)
+            self._drop(peer, reason)
+
     def wake(self) -> None:
         """Make :meth:`poll` return. Safe in any thread until :meth:`close`."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Close every connection, then the listening socket."""
+        """Close every connection, then the listening socket. Calling it again does nothing."""
+        if self._listener.fileno() < 0:
+            return
         for sock in list(self._greeting):
             self._forget_greeter(sock)
             sock.close()

@@ -25,6 +25,7 @@ In a thread, for unit tests::
             stream = await client.submit(Submit(0, pack_tokens([5, 6]), "", 4, Sampling()))
             assert [t.token for tokens, _ in [b async for b in stream] for t in tokens] == [5, 6, 5, 6]
         engine.submits, engine.aborts            # what arrived so far
+        engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
         engine.crash()                           # closes everything at once, as the end of a process does
 """
@@ -144,6 +145,11 @@ class FakeEngine:
                     self._step()
         finally:
             self._link.close()
+
+    @property
+    def parked(self) -> bool:
+        """Whether a gateway's reply ring is full."""
+        return bool(self._kept)
 
     def stop(self) -> None:
         """End the loop; safe in any thread, like the three below."""
