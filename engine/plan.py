@@ -7,6 +7,9 @@ from typing import Literal
 
 from stencilpress.engine.messages import Sampling
 
+FAILED = -1
+"""Stands for a token where the device could not draw one."""
+
 Page = int
 RequestKey = tuple[int, int]
 """(connection number, request id): unique in an engine's life."""
@@ -64,7 +67,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the device drew for one chunk."""
+    """What the device drew for one chunk.
+
+    ``token`` is :data:`FAILED` when the row's logits were not finite: that request ends with ``internal``, the
+    others of the step go on.
+    """
 
     key: RequestKey
     token: int
