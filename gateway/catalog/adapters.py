@@ -99,6 +99,12 @@ async def list_adapters(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
         return tuple(sorted((_to_adapter(row) for row in rows), key=lambda adapter: adapter.name))
 
 
+async def list_digests(db: Database, base_id: str) -> frozenset[str]:
+    """The content of all versions for one base, whoever owns them: the operator's view, for upkeep of the blobs."""
+    async with db.read() as session:
+        return frozenset(await session.scalars(select(VersionRow.digest).where(VersionRow.base_id == base_id)))
+
+
 async def get_adapter(db: Database, tenant_id: int, name: str) -> Adapter:
     """Raises :class:`NotFoundError`, also for another tenant's."""
     async with db.read() as session:

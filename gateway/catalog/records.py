@@ -51,7 +51,7 @@ class NewVersion:
     digest: str
     base_id: str
     base_asserted: bool
-    """The upload names no base, or another one; its owner vouched that it fits."""
+    """The upload names no base; its owner vouched that it fits."""
     ranks: tuple[int, ...]
     """Distinct ranks, ascending."""
     target_modules: tuple[str, ...]

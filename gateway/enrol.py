@@ -1,0 +1,124 @@
+"""From an upload to a version: validate, publish the blob, then write the row."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from stencilpress.engine.image_format import image_name
+from stencilpress.engine.spec import load_spec
+from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.blobs import BlobStore, Staging, UploadError
+from stencilpress.gateway.catalog.adapters import add_version, list_digests
+from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.errors import InvalidAdapterError, InvalidRequestError
+from stencilpress.gateway.intake import Accepted, IntakeLimits, Rejected, validate_upload
+from stencilpress.gateway.intake_records import Dtype
+from stencilpress.gateway.names import BaseNames, check_adapter_name
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
+
+FILES = (CONFIG_NAME, WEIGHTS_NAME)
+READ_BYTES = 1 << 20
+
+
+class Enrolment:
+    """Adds adapters of one base to a catalog and a blob store. ``max_rank`` is what the engine can serve."""
+
+    def __init__(
+        self, db: Database, blobs: BlobStore, model_dir: Path, base: BaseNames, *, dtype: Dtype, max_rank: int
+    ) -> None:
+        self._db = db
+        self._blobs = blobs
+        self._model_dir = model_dir
+        self._base = base
+        self._dtype = dtype
+        self._max_rank = max_rank
+
+    async def add_folder(
+        self,
+        folder: Path,
+        name: str,
+        tenant_id: int,
+        limits: TenantLimits,
+        *,
+        assert_base: bool = False,
+        promote: bool | None = None,
+    ) -> AddedVersion:
+        """Add the two files of an adapter folder as the next version of ``name``; ``promote`` as in ``add_version``.
+
+        Raises :class:`InvalidRequestError` (name, a file, a limit), :class:`InvalidAdapterError` with all findings,
+        :class:`IntakeError`, :class:`StorageFullError`. Nothing stays unless a version does.
+        """
+        check_adapter_name(name, self._base)
+        async with self._blobs.stage(limits.max_adapter_bytes + MAX_CONFIG_BYTES) as staging:
+            for file in FILES:
+                await _receive(staging, folder / file)
+            accepted = await self._validate(staging.folder, _intake_limits(limits, self._max_rank), assert_base)
+            await staging.publish(accepted)
+        return await add_version(self._db, tenant_id, name, _new_version(accepted), self._base, promote=promote)
+
+    async def rebuild_images(self) -> AsyncIterator[tuple[str, InvalidAdapterError | None]]:
+        """Make the images that the served base lacks, as after a change of ``dtype``.
+
+        Yields each digest when it is done, with the reason if the adapter can no longer be served.
+        """
+        wanted = image_name(load_spec(self._model_dir, self._dtype).fingerprint())
+        for digest in sorted(await list_digests(self._db, self._base.id)):
+            folder = self._blobs.folder(digest)
+            if (folder / wanted).exists():
+                continue
+            try:
+                await self._validate(
+                    folder, IntakeLimits(max_rank=self._max_rank, max_bytes=sys.maxsize), assert_base=True
+                )
+            except InvalidAdapterError as error:
+                yield digest, error
+            else:
+                yield digest, None
+
+    async def _validate(self, folder: Path, limits: IntakeLimits, assert_base: bool) -> Accepted:
+        verdict = await validate_upload(
+            folder, self._model_dir, dtype=self._dtype, limits=limits, assert_base=assert_base
+        )
+        if isinstance(verdict, Rejected):
+            findings = tuple(f"{finding.field}: {finding.message}" for finding in verdict.findings)
+            raise InvalidAdapterError("The adapter cannot be served.", findings=findings)
+        return verdict
+
+
+async def _receive(staging: Staging, path: Path) -> None:
+    try:
+        await staging.receive(path.name, _chunks(path))
+    except FileNotFoundError:
+        raise InvalidRequestError(f"{path.name}: not in the adapter's folder", param=path.name) from None
+    except UploadError as error:
+        raise InvalidRequestError(f"{path.name}: {error}", param=path.name, code=error.code) from None
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while chunk := await asyncio.to_thread(file.read, READ_BYTES):
+            yield chunk
+
+
+def _intake_limits(limits: TenantLimits, max_rank: int) -> IntakeLimits:
+    return IntakeLimits(
+        max_rank=min(limits.max_rank, max_rank),
+        max_bytes=limits.max_adapter_bytes,
+        target_modules=limits.target_modules or (),
+    )
+
+
+def _new_version(accepted: Accepted) -> NewVersion:
+    return NewVersion(
+        digest=accepted.digest,
+        base_id=accepted.base_id,
+        base_asserted=accepted.base_asserted,
+        ranks=accepted.ranks,
+        target_modules=accepted.target_modules,
+        size_bytes=accepted.size_bytes,
+        source_files=FILES,
+    )

@@ -1,0 +1,135 @@
+"""The demo: a tenant with a key and the shipped adapters, so that a first start has something to talk to.
+
+The key lies in the data folder for the next start to print again. It is for trying out: give real callers
+tenants and keys of their own, and start with ``--no-demo``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import json
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import stencilpress
+from stencilpress.bases import Base, declared_base
+from stencilpress.gateway.blobs import BlobStore
+from stencilpress.gateway.catalog.adapters import list_adapters
+from stencilpress.gateway.catalog.records import Adapter, Tenant
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
+from stencilpress.gateway.enrol import FILES, Enrolment
+from stencilpress.gateway.errors import AuthenticationError, ConflictError
+from stencilpress.gateway.keys import KeyRing, issue_key
+
+TENANT = "demo"
+QUESTION = "How do I reset my password?"
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What a visitor needs: the key and the names of the adapters."""
+
+    key: str
+    adapters: tuple[str, ...]
+
+
+def shipped_adapters() -> tuple[Path, ...]:
+    """The folders of the adapters that come with the distribution, in a checkout or installed."""
+    shelf = Path(stencilpress.__path__[0]) / "demo_adapters"
+    return tuple(sorted(config.parent for config in shelf.glob(f"*/{FILES[0]}")))
+
+
+async def enrol_demo(
+    db: Database, blobs: BlobStore, enrolment: Enrolment, base: Base, key_file: Path, say: Callable[[str], None]
+) -> Demo | None:
+    """Make sure that the demo tenant, its key and the shipped adapters of this base exist; quick if they do.
+
+    None if an operator has disabled the tenant. ``say`` is told of each adapter that takes its time.
+    """
+    tenant = await _tenant(db)
+    if tenant.disabled_at is not None:
+        return None
+    key = await _key(db, key_file)
+    present = {adapter.name: adapter for adapter in await list_adapters(db, tenant.id)}
+    for folder in shipped_adapters():
+        if declared_base(folder) in base.ids and not await _is_enrolled(blobs, present.get(folder.name), folder):
+            say(f"enrolling the demo adapter {folder.name}")
+            await enrolment.add_folder(folder, folder.name, tenant.id, tenant.limits, promote=True)
+    adapters = await list_adapters(db, tenant.id)
+    return Demo(key, tuple(adapter.name for adapter in adapters if _serves(adapter, base)))
+
+
+def banner(url: str, base: Base, demo: Demo | None) -> str:
+    """What the terminal shows when the server is ready. The curl command is one line that works when pasted."""
+    lines = [f"Stencilpress serves {base.ids[0]} at {url}"]
+    if demo is None:
+        return "\n".join(
+            [*lines, "Make a tenant and a key: stencilpress tenant add NAME, stencilpress key create NAME"]
+        )
+    models = [base.short_name, *demo.adapters]
+    lines += [
+        f"  models   {'  '.join(models)}",
+        f"  demo key {demo.key}",
+        "Try one of them:",
+        curl(url, demo.key, models[-1]),
+    ]
+    return "\n".join(lines)
+
+
+def curl(url: str, key: str, model: str) -> str:
+    """A command that streams one chat."""
+    body = {"model": model, "stream": True, "max_tokens": 64, "messages": [{"role": "user", "content": QUESTION}]}
+    headers = (f"Authorization: Bearer {key}", "Content-Type: application/json")
+    words = ["curl", "-N", f"{url}/v1/chat/completions", *(word for header in headers for word in ("-H", header))]
+    return shlex.join([*words, "-d", json.dumps(body)])
+
+
+async def _tenant(db: Database) -> Tenant:
+    try:
+        return await create_tenant(db, TENANT)
+    except ConflictError:
+        return await get_tenant(db, TENANT)
+
+
+async def _key(db: Database, file: Path) -> str:
+    """The key of the last start, unless it has been revoked or the catalog is another one."""
+    token = await asyncio.to_thread(_read, file)
+    try:
+        await KeyRing(db).authenticate(token)
+    except AuthenticationError:
+        token = (await issue_key(db, TENANT, "demo")).token
+        await asyncio.to_thread(_write_private, file, token)
+    return token
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.exists() else ""
+
+
+def _write_private(file: Path, text: str) -> None:
+    """Replace a file by one that only we may read, whole at any moment."""
+    fresh = file.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:  # noqa: PTH123 - for its mode
+        stream.write(text + "\n")
+    fresh.replace(file)
+
+
+async def _is_enrolled(blobs: BlobStore, adapter: Adapter | None, folder: Path) -> bool:
+    """Whether the files are those of a version. Comparing them is quicker than validating them for their digest."""
+    digests = [version.digest for version in adapter.versions] if adapter else []
+    return await asyncio.to_thread(lambda: any(_same_files(blobs.folder(digest), folder) for digest in digests))
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    return not any(filecmp.cmpfiles(one, other, FILES, shallow=False)[1:])
+
+
+def _serves(adapter: Adapter, base: Base) -> bool:
+    prod = adapter.aliases.get("prod")
+    return any(version.number == prod and version.base_id == base.ids[0] for version in adapter.versions)
