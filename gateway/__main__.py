@@ -1,0 +1,133 @@
+"""The gateway process: ``python -m stencilpress.gateway``, started by the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from weakref import WeakSet
+
+from aiohttp import WSCloseCode, web
+
+from stencilpress.engine import lifeline
+from stencilpress.engine.client import EngineClient
+from stencilpress.engine.settings import SettingsError, read_settings
+from stencilpress.engine.spec import base_ids
+from stencilpress.gateway.app import create_runner
+from stencilpress.gateway.catalog.schema import SchemaError, check_schema
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.metrics import Metrics
+from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.route import Router
+from stencilpress.gateway.services import Services
+from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.gateway.tokenizer import ModelTokenizer
+
+BAD_SETTINGS = 2
+"""Exit status: starting again cannot help."""
+CUT_OFF = 1
+"""Exit status after a shutdown that had to end streams."""
+TOKENIZER_THREADS = 2
+LAST_EVENTS_S = 0.3
+"""For the error events of streams that outlived the drain."""
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = read_settings(GatewaySettings, os.environ)
+        if settings.lifeline_fd >= 0:
+            lifeline.hold(settings.lifeline_fd)
+        return _run(settings)
+    except (SettingsError, SchemaError) as error:
+        print(f"stencilpress gateway: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
+        return BAD_SETTINGS
+
+
+def _run(settings: GatewaySettings) -> int:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(settings))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:  # not on this platform
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+async def _serve(settings: GatewaySettings) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with _services(settings) as services:
+        runner = create_runner(services, LAST_EVENTS_S)
+        await runner.setup()
+        await web.SockSite(runner, _listener(settings.http_fd)).start()
+        await stop.wait()
+        clean = await _shut_down(services)
+        await runner.cleanup()
+    return 0 if clean else CUT_OFF
+
+
+@asynccontextmanager
+async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
+    model_dir = Path(settings.model_dir)
+    names = base_ids(model_dir)
+    with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
+        async with Database(settings.database_url) as db, EngineClient(Path(settings.engine_socket)) as engine:
+            await check_schema(db)
+            yield Services(
+                settings=settings,
+                db=db,
+                keys=KeyRing(db),
+                router=Router(db, BaseNames.of(names)),
+                engine=engine,
+                tokenizer=ModelTokenizer(model_dir),
+                base_names=names,
+                metrics=Metrics(),
+                drain=Drain(),
+                threads=threads,
+                started_at=int(time.time()),
+                websockets=WeakSet(),
+            )
+
+
+async def _shut_down(services: Services) -> bool:
+    """Refuse new work, let streams finish, end those that do not with an error event. True if none was cut."""
+    services.drain.begin()
+    clean = await services.drain.idle(services.settings.drain_s)
+    if not clean:
+        await services.engine.close()  # ends every open stream
+        await services.drain.idle(LAST_EVENTS_S)
+    for socket_ in list(services.websockets):
+        await socket_.close(code=WSCloseCode.GOING_AWAY)
+    return clean
+
+
+def _listener(fd: int) -> socket.socket:
+    """The inherited socket. Connections take over its options: a peer that vanished is noticed within a minute."""
+    listener = socket.socket(fileno=fd)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 50_000)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""One choice of an answer: the engine's tokens become text, stop strings end it.
+
+SSE, plain responses and WebSocket all read an :class:`Answer`, so a text is the same on each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stencilpress.engine.client import EngineClient, Stream
+from stencilpress.engine.messages import Finished, Token
+from stencilpress.gateway.detokenizer import StopFilter, StopStrings, TokenTable
+from stencilpress.gateway.errors import EngineLostError, UnavailableError, from_finished
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""``cancelled`` follows :meth:`Answer.cancel` and nothing else."""
+
+ABORT_LIMIT_S = 10.0
+"""How long an aborted request may take to report its token counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What turns tokens into the text of a request; shared by its choices.
+
+    ``stop_ids`` end an answer in the engine and are never part of its text.
+    """
+
+    table: TokenTable
+    stop_ids: frozenset[int]
+    stops: StopStrings | None
+    logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token of the text with its logprobs; ``offset`` is where it begins, in characters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one batch of tokens adds. ``tokens`` is empty unless logprobs were asked for."""
+
+    text: str
+    tokens: Sequence[ShownToken] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Answer:
+    """The text of one request to the engine, for one reader. Close it with :meth:`aclose` whatever happens."""
+
+    def __init__(self, client: EngineClient, stream: Stream, index: int, rules: TextRules) -> None:
+        self.index = index
+        self._client = client
+        self._stream = stream
+        self._rules = rules
+        self._detokenizer = rules.table.stream()
+        self._filter = StopFilter(rules.stops) if rules.stops is not None else None
+        self._received_tokens = 0
+        self._finished: Finished | None = None
+        self._ended = False
+        self._cancelled = False
+        self._waiting: deque[tuple[int, ShownToken]] = deque()
+        """Tokens whose text is not out yet, with where it ends."""
+        self._made_chars = 0
+        self._shown_chars = 0
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Text as it comes; the last delta has the finish reason.
+
+        Raises the :class:`~stencilpress.gateway.errors.ApiError` that the engine's refusal or end amounts to.
+        """
+        while not self._ended:
+            tokens, finished = await anext(self._stream)
+            self._received_tokens += len(tokens)
+            self._finished = finished
+            delta = self._delta(tokens, finished)
+            if delta.finish_reason is not None:
+                self._ended = True
+                if finished is None:
+                    self._client.abort(self._stream.id)
+            if delta.text or delta.tokens or self._ended:
+                return delta
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """Stop at the reader's wish: the deltas end with the reason ``cancelled``, unless they end before."""
+        self._cancelled = True
+        self._client.abort(self._stream.id)
+
+    async def settle(self) -> Finished:
+        """The engine's own count of the tokens, once the deltas have ended. Raises :class:`EngineLostError`."""
+        try:
+            async with asyncio.timeout(ABORT_LIMIT_S):
+                async for _, finished in self._stream:
+                    self._finished = finished
+        except TimeoutError:
+            raise EngineLostError("The engine does not answer; try again.") from None
+        if self._finished is None:
+            raise EngineLostError("The engine stopped while it was working on your request; try again.")
+        return self._finished
+
+    @property
+    def completion_tokens(self) -> int:
+        """The engine's count if the request has ended, else what has come so far."""
+        return self._received_tokens if self._finished is None else self._finished.completion_tokens
+
+    async def aclose(self) -> None:
+        """Abort the request if it still runs. Does not wait for anything."""
+        await self._stream.aclose()
+
+    def _delta(self, tokens: list[Token], finished: Finished | None) -> Delta:
+        text = self._take(tokens)
+        reason: FinishReason | None = None
+        if self._filter is not None and self._filter.stopped:
+            reason = "stop"
+        elif finished is not None:
+            text += self._flush()
+            reason = self._reason(finished)
+        shown = self._shown(text, last=reason is not None) if self._rules.logprobs else ()
+        return Delta(text, shown, reason)
+
+    def _take(self, tokens: list[Token]) -> str:
+        """Text of a batch, up to a stop string. A stop id has none."""
+        push, stop_ids, stop_filter = self._detokenizer.push, self._rules.stop_ids, self._filter
+        if stop_filter is None and not self._rules.logprobs:
+            return "".join([push(token.token) for token in tokens if token.token not in stop_ids])
+        texts = []
+        for token in tokens:
+            if token.token in stop_ids:
+                break
+            text = push(token.token)
+            if self._rules.logprobs:
+                self._note(token, text)
+            texts.append(stop_filter.push(text) if stop_filter is not None else text)
+            if stop_filter is not None and stop_filter.stopped:
+                break
+        return "".join(texts)
+
+    def _flush(self) -> str:
+        """What was held back, at the end of the tokens."""
+        text = self._detokenizer.finish()
+        if self._filter is None:
+            return text
+        text = self._filter.push(text)
+        return text if self._filter.stopped else text + self._filter.finish()
+
+    def _reason(self, finished: Finished) -> FinishReason:
+        if self._filter is not None and self._filter.stopped:
+            return "stop"
+        match finished.reason:
+            case "stop" | "length":
+                return finished.reason
+            case "aborted" if self._cancelled:
+                return "cancelled"
+            case "aborted":
+                raise UnavailableError("The server stopped working on your request; try again.")
+            case "error":
+                raise from_finished(finished)
+
+    def _note(self, token: Token, text: str) -> None:
+        shown = ShownToken(token.token, token.logprob or 0.0, token.top, self._made_chars)
+        self._made_chars += len(text)
+        self._waiting.append((self._made_chars, shown))
+
+    def _shown(self, text: str, *, last: bool) -> list[ShownToken]:
+        """Tokens whose text is out now; at the end those that begin in it, so not the tokens of a stop string."""
+        self._shown_chars += len(text)
+        shown = []
+        while self._waiting:
+            end, token = self._waiting[0]
+            if end > self._shown_chars and not (last and token.offset < self._shown_chars):
+                break
+            self._waiting.popleft()
+            shown.append(token)
+        return shown

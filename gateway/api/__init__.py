@@ -1,0 +1,1 @@
+"""The HTTP routes. A handler parses, calls one service and responds."""

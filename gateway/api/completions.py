@@ -1,0 +1,50 @@
+"""``POST /v1/completions``: prompts as text or token ids, one or several."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from stencilpress.gateway.api.body import read_body
+from stencilpress.gateway.api.generate import plan_generation, respond
+from stencilpress.gateway.api.schemas import MAX_ANSWERS, CompletionRequest, parse_completion
+from stencilpress.gateway.api.wire import completion_endpoint
+from stencilpress.gateway.errors import InvalidRequestError
+from stencilpress.gateway.middleware import authenticate
+from stencilpress.gateway.services import SERVICES, off_loop
+from stencilpress.gateway.tokenizer import ModelTokenizer
+
+
+async def create_completion(request: web.Request) -> web.StreamResponse:
+    services = request.app[SERVICES]
+    caller = await authenticate(request)
+    body = await read_body(request, services.settings)
+    asked, prompts = await off_loop(services, len(body), lambda: _read(body, services.tokenizer))
+    generation = await plan_generation(services, caller, asked, prompts, "prompt")
+    return await respond(request, asked, generation, completion_endpoint(services.tokenizer.table))
+
+
+def _read(body: bytes, tokenizer: ModelTokenizer) -> tuple[CompletionRequest, list[list[int]]]:
+    asked = parse_completion(body)
+    prompts = _prompts(asked.prompt)
+    if len(prompts) * (asked.n or 1) > MAX_ANSWERS:
+        raise _bad_prompt(f"{len(prompts)} prompts with n={asked.n or 1} are more than {MAX_ANSWERS} answers")
+    return asked, [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """One text, several texts, one list of ids or several lists: never a mixture, never an empty prompt."""
+    if isinstance(given, str):
+        given = [given]
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    ids = [token for token in given if isinstance(token, int)]
+    lists = [prompt for prompt in given if isinstance(prompt, list)]
+    if max(len(texts), len(ids), len(lists)) < len(given):
+        raise _bad_prompt("a list holds texts, or token ids, or lists of token ids, but no mixture")
+    prompts = texts or lists or [ids]
+    if not all(prompts):
+        raise _bad_prompt("a prompt is empty")
+    return prompts
+
+
+def _bad_prompt(text: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Invalid value for 'prompt': {text}.", param="prompt")

@@ -1,0 +1,238 @@
+"""From a checked request to its answers: submit to the engine, then stream or collect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from stencilpress.engine.client import EngineBusyError, EngineUnavailableError
+from stencilpress.engine.messages import Submit, Welcome, pack_tokens
+from stencilpress.gateway.answer import Answer, Delta, FinishReason, ShownToken, TextRules
+from stencilpress.gateway.api.sampling import Limits, choice_seeds, max_tokens_of, sampling_of, stop_ids_of
+from stencilpress.gateway.api.schemas import GenerationRequest
+from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
+from stencilpress.gateway.detokenizer import StopStrings
+from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
+from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
+from stencilpress.gateway.services import SERVICES, Services
+from stencilpress.gateway.stream import ChunkEncoder, EventStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request that is ready for the engine. Choice ``i`` is submit ``i``; a prompt's choices are neighbours."""
+
+    model: str
+    """What the answer calls the model: the resolved name."""
+    submits: Sequence[Submit]
+    rules: TextRules
+    choices_per_prompt: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(submit.prompt) // 4 for submit in self.submits[:: self.choices_per_prompt])
+
+
+async def plan_generation(
+    services: Services,
+    caller: Principal,
+    request: GenerationRequest,
+    prompts: Sequence[list[int]],
+    prompt_field: str,
+) -> Generation:
+    """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
+    route = await services.router.resolve(caller.tenant_id, request.model)
+    limits = Limits.of(_welcome(services), services.settings.default_max_tokens)
+    for prompt in prompts:
+        _check_vocabulary(prompt, limits.vocab_size, prompt_field)
+    choices = request.n or 1
+    stop_ids = stop_ids_of(request, limits)
+    submits = [
+        Submit(
+            id=0,  # the client numbers it
+            prompt=pack_tokens(prompt),
+            adapter=route.digest,
+            max_tokens=max_tokens_of(request, len(prompt), limits, prompt_field),
+            sampling=sampling_of(request, limits, seed),
+            stop_ids=stop_ids,
+            tenant=caller.tenant_id,
+            weight=caller.limits.weight,
+            salt=caller.salt,
+        )
+        for prompt in prompts
+        for seed in choice_seeds(request.seed, choices)
+    ]
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop
+    rules = TextRules(
+        services.tokenizer.table,
+        frozenset(stop_ids),
+        StopStrings(stops) if stops else None,
+        submits[0].sampling.logprobs >= 0,
+    )
+    return Generation(route.echo, submits, rules, choices)
+
+
+async def respond(
+    request: web.Request, asked: GenerationRequest, generation: Generation, endpoint: Endpoint
+) -> web.StreamResponse:
+    """Answer in the way that was asked for."""
+    services = request.app[SERVICES]
+    async with answers(services, generation, request[ARRIVED_AT]) as open_answers:
+        if not asked.stream:
+            return await _collect(open_answers, generation, endpoint)
+        include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        encoder = ChunkEncoder(
+            endpoint.chunks,
+            response_head(endpoint, generation.model),
+            len(open_answers.each),
+            include_usage=include_usage,
+            logprobs=generation.rules.logprobs,
+        )
+        events = EventStream(request, services.settings.write_limit_s, services.metrics)
+        return await _stream(open_answers, generation, encoder, events)
+
+
+class OpenAnswers:
+    """The answers of one generation while they are made, timed as they come."""
+
+    def __init__(self, services: Services, arrived_at: float) -> None:
+        self.each: list[Answer] = []
+        self._services = services
+        self._arrived_at = arrived_at
+        self._first = True
+
+    async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other."""
+        if len(self.each) == 1:
+            await self._follow(self.each[0], consume)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for answer in self.each:
+                    group.create_task(self._follow(answer, consume))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def usage(self, choices_per_prompt: int) -> dict[str, object]:
+        """The engine's counts, once all answers have ended."""
+        return usage([await answer.settle() for answer in self.each], choices_per_prompt)
+
+    async def _follow(self, answer: Answer, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+        metrics = self._services.metrics
+        last = 0.0
+        try:
+            async for delta in answer:
+                now = time.perf_counter()
+                if last:
+                    metrics.inter_token.observe(now - last)
+                elif self._first:
+                    self._first = False
+                    metrics.time_to_first_token.observe(now - self._arrived_at)
+                last = now
+                await consume(answer.index, delta)
+        except EngineLostError:
+            if self._services.drain.draining:
+                raise UnavailableError("The server is shutting down; try again shortly.") from None
+            raise
+
+
+@asynccontextmanager
+async def answers(services: Services, generation: Generation, arrived_at: float) -> AsyncIterator[OpenAnswers]:
+    """Submit everything; at the end, however it comes, abort what still runs and count the tokens."""
+    metrics = services.metrics
+    with services.drain.answering(), metrics.answers_open.track_inprogress():
+        opened = OpenAnswers(services, arrived_at)
+        try:
+            for index, submit in enumerate(generation.submits):
+                opened.each.append(await _submit(services, submit, index, generation.rules))
+            yield opened
+        finally:
+            for answer in opened.each:  # none of this waits, so a cancelled request is counted all the same
+                await answer.aclose()
+            metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in opened.each))
+            metrics.prompt_tokens.inc(generation.prompt_tokens if opened.each else 0)
+
+
+async def _submit(services: Services, submit: Submit, index: int, rules: TextRules) -> Answer:
+    try:
+        stream = await services.engine.submit(submit)
+    except EngineBusyError:
+        raise OverloadedError("The server is overloaded; try again shortly.") from None
+    except EngineUnavailableError:
+        raise _no_engine() from None
+    except ValueError:
+        raise InvalidRequestError("The prompt is too long for this server.", code="capacity_exceeded") from None
+    return Answer(services.engine, stream, index, rules)
+
+
+def _check_vocabulary(prompt: Sequence[int], vocab_size: int, field: str) -> None:
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise InvalidRequestError(
+            f"Invalid value for '{field}': token ids are between 0 and {vocab_size - 1}.", param=field
+        )
+
+
+def _welcome(services: Services) -> Welcome:
+    try:
+        return services.engine.welcome
+    except EngineUnavailableError:
+        raise _no_engine() from None
+
+
+def _no_engine() -> EngineLostError:
+    return EngineLostError("The engine is not available; try again shortly.")
+
+
+async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoint) -> web.Response:
+    """One JSON object with all choices."""
+    texts: list[list[str]] = [[] for _ in opened.each]
+    tokens: list[list[ShownToken]] = [[] for _ in opened.each]
+    reasons: list[FinishReason] = ["stop" for _ in opened.each]
+
+    async def keep(index: int, delta: Delta) -> None:
+        texts[index].append(delta.text)
+        tokens[index].extend(delta.tokens)
+        reasons[index] = delta.finish_reason or reasons[index]
+
+    await opened.follow(keep)
+    choices = [
+        plain_choice(endpoint, index, "".join(text), shown if generation.rules.logprobs else None, reason)
+        for index, (text, shown, reason) in enumerate(zip(texts, tokens, reasons, strict=True))
+    ]
+    body = {
+        **response_head(endpoint, generation.model),
+        "object": endpoint.object,
+        "choices": choices,
+        "usage": await opened.usage(generation.choices_per_prompt),
+    }
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+async def _stream(
+    opened: OpenAnswers, generation: Generation, encoder: ChunkEncoder, events: EventStream
+) -> web.StreamResponse:
+    """Events as the text comes. A failure before the first becomes a response of its own, after it an event."""
+
+    async def send(index: int, delta: Delta) -> None:
+        await events.send(encoder.delta(index, delta))
+
+    try:
+        await opened.follow(send)
+        await events.send(encoder.end(await opened.usage(generation.choices_per_prompt)))
+        return await events.finish()
+    except ConnectionError:
+        raise
+    except Exception as error:
+        if not events.started:
+            raise
+        return await events.fail(to_api_error(error))

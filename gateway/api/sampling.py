@@ -1,0 +1,112 @@
+"""From a checked request to what the engine draws by."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from stencilpress.engine.messages import Sampling, Welcome
+from stencilpress.gateway.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from stencilpress.gateway.errors import ContextLengthError, InvalidRequestError
+
+LEAST_TOP_P = 1e-6
+"""Stands for 0, which keeps the most likely token alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an answer may use at most. ``default_max_tokens`` bounds a request that sets no limit of its own."""
+
+    max_model_len: int
+    vocab_size: int
+    default_max_tokens: int
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, welcome: Welcome, default_max_tokens: int) -> Limits:
+        return cls(welcome.max_model_len, welcome.vocab_size, default_max_tokens, welcome.eos_ids)
+
+
+def sampling_of(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
+    """Fields that were left out take OpenAI's defaults. Raises :class:`InvalidRequestError` for a bad token id."""
+    _check_ids("logit_bias", request.logit_bias or (), limits.vocab_size)
+    return Sampling(
+        temperature=_or(request.temperature, 1.0),
+        top_p=max(_or(request.top_p, 1.0), LEAST_TOP_P),
+        top_k=max(request.top_k or 0, 0),
+        min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        seed=seed,
+        logprobs=_logprobs(request),
+        logit_bias=request.logit_bias or {},
+    )
+
+
+def stop_ids_of(request: GenerationRequest, limits: Limits) -> tuple[int, ...]:
+    """Tokens that end the answer: the model's own unless ``ignore_eos``, and the request's."""
+    own = request.stop_token_ids or []
+    _check_ids("stop_token_ids", own, limits.vocab_size)
+    return tuple(dict.fromkeys([*(() if request.ignore_eos else limits.eos_ids), *own]))
+
+
+def max_tokens_of(request: GenerationRequest, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
+    """The most tokens that the answer may have. Raises :class:`ContextLengthError` naming both numbers."""
+    left = limits.max_model_len - prompt_tokens
+    if left < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is the "
+            f"answer's. Your prompt has {prompt_tokens} tokens; shorten it.",
+            param=prompt_field,
+        )
+    field, asked = _asked_max_tokens(request)
+    if asked is None:
+        return min(left, limits.default_max_tokens)
+    if asked > left:
+        raise ContextLengthError(
+            f"This model's maximum context length is {limits.max_model_len} tokens. You asked for "
+            f"{prompt_tokens + asked} tokens: {prompt_tokens} in the prompt and {asked} in the answer. "
+            f"'{field}' can be at most {left} here.",
+            param=field,
+        )
+    return asked
+
+
+def choice_seeds(seed: int | None, choices: int) -> list[int]:
+    """One seed per choice. The first is the request's own, so a text does not change with ``n``."""
+    if seed is None:
+        return [secrets.randbits(63) for _ in range(choices)]
+    return [seed, *(_derived(seed, choice) for choice in range(1, choices))]
+
+
+def _derived(seed: int, choice: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def _asked_max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
+
+
+def _logprobs(request: GenerationRequest) -> int:
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else -1
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        return request.logprobs
+    return -1
+
+
+def _check_ids(field: str, ids: object, vocab_size: int) -> None:
+    for token in ids if isinstance(ids, (dict, list, tuple)) else ():
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"Invalid value for '{field}': token id {token} is not between 0 and {vocab_size - 1}.", param=field
+            )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

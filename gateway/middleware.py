@@ -1,0 +1,127 @@
+"""Around every handler: a request id, the one place where errors become responses, counting and the access log."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from stencilpress.gateway.errors import (
+    ApiError,
+    AuthenticationError,
+    InternalError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    RequestTooLargeError,
+)
+from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.services import SERVICES
+
+REQUEST_ID = web.RequestKey("request_id", str)
+ARRIVED_AT = web.RequestKey("arrived_at", float)
+"""``time.perf_counter()`` when the head of the request was read."""
+CALLER = web.RequestKey("caller", Principal)
+
+CLIENT_CLOSED = 499
+
+logger = logging.getLogger("stencilpress.access")
+
+
+@web.middleware
+async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Name the request, answer errors, count and log the outcome."""
+    request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+    request[ARRIVED_AT] = time.perf_counter()
+    status = "closed"  # what stays if the client leaves and the handler is cancelled
+    try:
+        response = await _answered(request, handler)
+        status = f"{response.status // 100}xx"
+        return response
+    except ConnectionError:
+        return web.Response(status=CLIENT_CLOSED)  # goes nowhere: the client is gone
+    finally:
+        route = _route(request)
+        request.app[SERVICES].metrics.requests.labels(route, status).inc()
+        _log(request, route, status)
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the outermost frame of ours: whatever it is, the client gets an answer
+        return error_response(to_api_error(error))
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception. One that nobody foresaw goes to the log and not to the client."""
+    match error:
+        case ApiError():
+            return error
+        case web.HTTPMethodNotAllowed(method=method):
+            return MethodNotAllowedError(f"{method} is not allowed here.")
+        case web.HTTPNotFound():
+            return NotFoundError("There is nothing at this path.")
+        case web.HTTPRequestEntityTooLarge():
+            return RequestTooLargeError("The body is too large.")
+        case web.HTTPClientError():
+            return InvalidRequestError("The request is malformed.")
+    logger.error("unexpected error", exc_info=error)
+    return InternalError()
+
+
+def error_response(error: ApiError) -> web.Response:
+    return web.Response(status=error.status, headers=error.headers, body=error.body(), content_type="application/json")
+
+
+async def name_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler: the request id on every response, streams included; no version of ours or the library's."""
+    response.headers["x-request-id"] = request.get(REQUEST_ID, "")
+    response.headers["Server"] = "stencilpress"
+    if request.app[SERVICES].drain.draining:
+        response.force_close()
+
+
+async def authenticate(request: web.Request) -> Principal:
+    """Who is asking, by ``Authorization: Bearer``. Raises :class:`AuthenticationError`."""
+    return await authenticate_token(request, bearer_token(request))
+
+
+async def authenticate_token(request: web.Request, token: str) -> Principal:
+    """Who a key belongs to; also names the caller for the log. Raises :class:`AuthenticationError`."""
+    caller = await request.app[SERVICES].keys.authenticate(token)
+    request[CALLER] = caller
+    return caller
+
+
+def bearer_token(request: web.Request) -> str:
+    """The key of the header. Raises :class:`AuthenticationError` when there is none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise AuthenticationError("You did not provide an API key: send 'Authorization: Bearer <key>'.")
+    return token.strip()
+
+
+def _route(request: web.Request) -> str:
+    """The route's pattern, never the path: the number of label values is the number of routes."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"
+
+
+def _log(request: web.Request, route: str, status: str) -> None:
+    caller = request.get(CALLER)
+    logger.info(
+        "%s %s %s %.1f ms %s tenant=%s key=%s",
+        request.method,
+        route,
+        status,
+        (time.perf_counter() - request[ARRIVED_AT]) * 1000,
+        request[REQUEST_ID],
+        caller.tenant if caller else "-",
+        caller.key_id if caller else "-",
+    )

@@ -1,0 +1,37 @@
+"""Settings of the gateway, read once from ``STENCILPRESS_*`` variables by ``engine.settings.read_settings``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from stencilpress.engine.settings import Positive
+
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator may set on a gateway; the last three come from the supervisor."""
+
+    model_dir: str
+    """Folder of the base model, for its tokenizer and chat template."""
+    database_url: str
+    """The catalog: ``sqlite:///path`` or ``postgresql://…``."""
+    max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 4 << 20
+    """Largest request body; a larger one is refused with 413 before it has arrived in full."""
+    default_max_tokens: Positive = 4096
+    """Longest answer of a request that sets no limit itself; never more than what is left of the context."""
+    body_limit_s: Seconds = 60.0
+    """How long a request body may take to arrive."""
+    write_limit_s: Seconds = 30.0
+    """How long a client may leave its stream unread once the buffers are full; then it is cut off."""
+    drain_s: Seconds = 3.0
+    """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
+    engine_socket: str
+    """Unix socket of the engine."""
+    http_fd: int
+    """Listening TCP socket, inherited from the supervisor."""
+    lifeline_fd: int = -1
+    """Read end of a pipe that closes when the supervisor is gone."""

@@ -1,0 +1,153 @@
+"""Server-sent events: chunks encoded around a text, and a response that waits for its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from stencilpress.gateway.answer import Delta, FinishReason, ShownToken
+from stencilpress.gateway.errors import ApiError
+from stencilpress.gateway.metrics import Metrics
+
+HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx must not collect tokens
+}
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_LINE_ENDS = {b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029", b"\xc2\x85": b"\\u0085"}
+"""Characters that JSON lets through and some clients, which split text and not bytes, take for ends of lines."""
+
+
+def encode_text(text: str) -> bytes:
+    """A JSON string that stays on one line for every reader."""
+    data = _encode(text)
+    if not data.isascii():
+        for character, escape in _LINE_ENDS.items():
+            data = data.replace(character, escape)
+    return data
+
+
+class SlowClientError(ConnectionError):
+    """The client did not read for too long and was cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """What is special to one endpoint's chunks, as JSON members of a choice."""
+
+    object: str
+    before_text: bytes
+    after_text: bytes
+    opening: bytes
+    """Sent once at the head of each choice; empty for nothing."""
+    closing: bytes
+    """Stands in place of the text in the chunk with the finish reason."""
+    logprobs: Callable[[Sequence[ShownToken]], Any]
+
+
+class ChunkEncoder:
+    """Chunks of one response. All but the text is encoded once, so a delta costs one JSON string."""
+
+    def __init__(
+        self, shape: ChunkShape, head: Mapping[str, Any], choices: int, *, include_usage: bool, logprobs: bool
+    ) -> None:
+        """``head`` has ``id``, ``created`` and ``model``."""
+        self._shape = shape
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._head = b"data: " + _encode({**head, "object": shape.object})[:-1] + b',"choices":['
+        self._heads = [self._head + b'{"index":%d,' % index for index in range(choices)]
+        self._before = [head + shape.before_text for head in self._heads]
+        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._after = shape.after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._open = [bool(shape.opening)] * choices
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The events of one delta of one choice: its opening, its text, its finish, as they apply."""
+        data = b""
+        if self._open[index]:
+            self._open[index] = False
+            data = self._chunk(index, self._shape.opening, b"null", None)
+        if self._logprobs and delta.tokens:
+            logprobs = _encode(self._shape.logprobs(delta.tokens))
+            text = self._shape.before_text + encode_text(delta.text) + self._shape.after_text
+            data += self._chunk(index, text, logprobs, None)
+        elif delta.text:
+            data += self._before[index] + encode_text(delta.text) + self._after
+        if delta.finish_reason is not None:
+            data += self._chunk(index, self._shape.closing, b"null", delta.finish_reason)
+        return data
+
+    def end(self, usage: Mapping[str, Any]) -> bytes:
+        """What follows the last choice: the usage if it was asked for, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
+
+    def _chunk(self, index: int, members: bytes, logprobs: bytes, finish: FinishReason | None) -> bytes:
+        reason = b',"finish_reason":' + _encode(finish) + b"}"
+        return self._heads[index] + members + b',"logprobs":' + logprobs + reason + self._tail
+
+
+class EventStream:
+    """A ``text/event-stream`` that begins with its first event: until then a failure still gets a status.
+
+    Several tasks may send. Sending waits for a client that reads slowly, and cuts it off after ``write_limit_s``
+    with :class:`SlowClientError`.
+    """
+
+    def __init__(self, request: web.Request, write_limit_s: float, metrics: Metrics) -> None:
+        self._request = request
+        self._write_limit_s = write_limit_s
+        self._metrics = metrics
+        self._response = web.StreamResponse(headers=HEADERS)
+        self._starting = asyncio.Lock()
+
+    @property
+    def started(self) -> bool:
+        """Whether the status is out."""
+        return self._response.prepared
+
+    async def send(self, data: bytes) -> None:
+        """Write whole events. Raises :class:`ConnectionError` when the client is gone."""
+        if not self._response.prepared:
+            async with self._starting:
+                await self._response.prepare(self._request)
+        transport = self._request.transport
+        if transport is not None and not transport.get_write_buffer_size():
+            await self._response.write(data)  # the client keeps up: this does not wait, so it needs no timer
+            return
+        async with self._cut_when_slow():
+            await self._response.write(data)
+
+    async def finish(self) -> web.StreamResponse:
+        """End the response in the regular way."""
+        async with self._cut_when_slow():
+            await self._response.write_eof()
+        return self._response
+
+    async def fail(self, error: ApiError) -> web.StreamResponse:
+        """Tell the client of a failure in mid-stream: an error event, no finish reason, no end mark."""
+        await self.send(b"data: " + error.body() + b"\n\n")
+        return await self.finish()
+
+    @asynccontextmanager
+    async def _cut_when_slow(self) -> AsyncIterator[None]:
+        """Bounds a write; on time-out the connection is dropped, since nothing more can be told over it."""
+        try:
+            async with asyncio.timeout(self._write_limit_s):
+                yield
+        except TimeoutError:
+            self._metrics.slow_clients_cut.inc()
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise SlowClientError("the client does not read") from None
