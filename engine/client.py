@@ -44,6 +44,7 @@ from stencilpress.engine.ring import (
     RingReader,
     RingWriter,
     create_ring,
+    decode,
     map_ring,
 )
 
@@ -157,7 +158,7 @@ class EngineClient:
         while True:
             try:
                 connection = await self._connect()
-            except (OSError, ProtocolError, msgspec.MsgspecError) as error:
+            except (OSError, ProtocolError) as error:
                 logger.debug("no engine yet: %s", error)
             else:
                 connected_at = loop.time()
@@ -205,7 +206,7 @@ class EngineClient:
             data = await asyncio.get_running_loop().sock_recv(sock, WELCOME_BYTES)
         if not data:
             raise ProtocolError("the engine refused the handshake")
-        welcome = msgspec.msgpack.decode(data, type=Welcome)
+        welcome = decode(msgspec.msgpack.Decoder(Welcome), data)
         if welcome.version != PROTOCOL_VERSION:
             raise ProtocolError(f"the engine speaks version {welcome.version}, this gateway {PROTOCOL_VERSION}")
         return welcome

@@ -21,7 +21,7 @@ from functools import partial
 
 import msgspec
 
-from stencilpress.engine.messages import PROTOCOL_VERSION, FromEngine, Hello, Step, ToEngine, Welcome
+from stencilpress.engine.messages import PROTOCOL_VERSION, FromEngine, Hello, Step, Submit, ToEngine, Welcome
 from stencilpress.engine.ring import (
     REPLIES,
     REQUESTS,
@@ -30,6 +30,7 @@ from stencilpress.engine.ring import (
     ProtocolError,
     RingReader,
     RingWriter,
+    decode,
     map_ring,
 )
 
@@ -184,7 +185,7 @@ class Link:
         self._forget_greeter(sock)
         try:
             channel = self._open_channel(sock)
-        except (ProtocolError, OSError, msgspec.MsgspecError, RecursionError) as error:
+        except (ProtocolError, OSError) as error:
             logger.warning("a gateway's hello was refused: %s", error)
             sock.close()
             return
@@ -198,7 +199,7 @@ class Link:
     def _open_channel(self, sock: socket.socket) -> Channel[ToEngine]:
         data, fds = _receive_hello(sock)
         try:
-            hello = msgspec.msgpack.decode(data, type=Hello)
+            hello = decode(msgspec.msgpack.Decoder(Hello), data)
             if hello.version != PROTOCOL_VERSION:
                 raise ProtocolError(f"it speaks version {hello.version}, this engine {PROTOCOL_VERSION}")
             if len(fds) != 2:
@@ -223,7 +224,10 @@ class Link:
                 if not peer.channel.receive():
                     self._drop(peer, "the gateway closed the connection")
                     return
-                self._events.extend(Received(peer.number, message) for message in peer.channel.messages())
+                for message in peer.channel.messages():
+                    if isinstance(message, Submit) and len(message.prompt) % 4:
+                        raise ProtocolError("a prompt is not whole token ids")
+                    self._events.append(Received(peer.number, message))
                 peer.full = peer.full and not peer.channel.roomy
             self._publish(peer)
         except (ProtocolError, OSError) as error:

@@ -73,6 +73,14 @@ def map_ring(fd: int, size: int, *, writable: bool) -> mmap.mmap:
         raise ProtocolError(f"ring memory cannot be mapped: {error}") from error
 
 
+def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    """Decode what a peer sent; any fault in it is a :class:`ProtocolError`."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"undecodable message: {error}") from error
+
+
 class RingWriter:
     """The writing end. ``written`` and ``consumed`` are absolute byte positions."""
 
@@ -247,10 +255,7 @@ class Channel(Generic[T]):
         """Decode published messages, stopping early once ``budget_bytes`` were read. Raises :class:`ProtocolError`."""
         stop = self._reader.consumed + budget_bytes
         while self._reader.consumed < stop and (payload := self._reader.read()) is not None:
-            try:
-                yield self._decoder.decode(payload)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise ProtocolError(f"undecodable message: {error}") from error
+            yield decode(self._decoder, payload)
 
     @property
     def unread(self) -> bool:

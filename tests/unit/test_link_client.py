@@ -499,9 +499,10 @@ async def test_a_reply_that_breaks_the_protocol_ends_the_connection_and_a_sound_
     [
         b"",
         b"\xc1",
+        b"\x91" * 4000,
         msgspec.msgpack.encode(msgspec.structs.replace(Options().welcome(), version=PROTOCOL_VERSION + 1)),
     ],
-    ids=["hangs-up", "garbage", "version"],
+    ids=["hangs-up", "garbage", "nested", "version"],
 )
 async def test_a_bad_welcome_is_no_connection(path: Path, welcome: bytes) -> None:
     listener = listen(path)
