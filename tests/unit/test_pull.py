@@ -192,6 +192,11 @@ def test_a_local_folder_needs_a_base_id(local_model: Path, tmp_path: Path) -> No
         pull(str(local_model), tmp_path / "models")
 
 
+def test_only_a_local_folder_takes_a_base_id(tmp_path: Path) -> None:
+    with pytest.raises(PullError, match="--base-id"):
+        pull(DEMO, tmp_path, base_id="acme/tiny")
+
+
 @pytest.mark.parametrize("source", ["no-such-model", "/no/such/folder", "a/b/c", "missing.whl"])
 def test_unknown_sources_are_refused(tmp_path: Path, source: str) -> None:
     with pytest.raises(PullError, match="neither"):
