@@ -1,0 +1,58 @@
+"""From a plan to what the forward takes: token ids, positions, where keys and values lie, who adapts which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stencilpress.engine.memory import PoolMemory
+from stencilpress.engine.plan import Draw, RequestKey, StepPlan
+from stencilpress.kernels.attention import Span
+from stencilpress.kernels.attention.reference import AttentionPlan, plan_attention
+from stencilpress.kernels.sgmv.batched import Deltas, Piece
+from stencilpress.kernels.sgmv.views import AdapterView
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward over T rows. Row ``draw_rows[i]`` draws for ``keys[i]`` by ``draws[i]``; the order is the plan's."""
+
+    tokens: Tensor
+    positions: Tensor
+    attention: AttentionPlan
+    deltas: Deltas | None
+    draw_rows: tuple[int, ...]
+    keys: tuple[RequestKey, ...]
+    draws: tuple[Draw, ...]
+
+
+def make_batch(plan: StepPlan, memory: PoolMemory, adapter: Callable[[str], AdapterView]) -> Batch:
+    """Lay a plan out as rows, segment by segment. ``adapter`` gives the view of a placed adapter."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    spans: list[Span] = []
+    pieces: list[Piece] = []
+    drawing: list[tuple[int, RequestKey, Draw]] = []
+    for segment in plan.segments:
+        first = len(tokens)
+        for chunk in segment.chunks:
+            spans.append(Span(len(tokens), chunk.start, len(chunk.tokens), chunk.pages))
+            tokens.extend(chunk.tokens)
+            positions.extend(range(chunk.start, chunk.start + len(chunk.tokens)))
+            if chunk.draw is not None:
+                drawing.append((len(tokens) - 1, chunk.key, chunk.draw))
+        if segment.adapter is not None:
+            pieces.append(Piece(first, len(tokens), adapter(segment.adapter)))
+    device = memory.device
+    return Batch(
+        tokens=torch.tensor(tokens, device=device),
+        positions=torch.tensor(positions, device=device),
+        attention=plan_attention(spans, memory.kv, memory.flat.dtype, device),
+        deltas=Deltas(pieces, memory.shapes) if pieces else None,
+        draw_rows=tuple(row for row, _, _ in drawing),
+        keys=tuple(key for _, key, _ in drawing),
+        draws=tuple(draw for _, _, draw in drawing),
+    )

@@ -1,0 +1,1 @@
+"""The base model: weights from safetensors (``weights``), linear layers (``linear``) and the decoder (``llama``)."""

@@ -1,0 +1,47 @@
+"""Runs one plan on the device: forward, logits of the rows that draw, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stencilpress.engine.batch import Batch, make_batch
+from stencilpress.engine.memory import PoolMemory
+from stencilpress.engine.model.llama import Decoder
+from stencilpress.engine.plan import Sampled, StepPlan
+from stencilpress.engine.sampler import sample
+from stencilpress.kernels.sgmv.views import AdapterView
+
+
+class Runner:
+    """A decoder over a pool. ``adapter`` gives the view of an adapter that is placed, and raises for any other."""
+
+    def __init__(self, decoder: Decoder, memory: PoolMemory, adapter: Callable[[str], AdapterView]) -> None:
+        self._decoder = decoder
+        self._memory = memory
+        self._adapter = adapter
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> list[Sampled]:
+        """Compute a plan. One answer per chunk with a draw, in the plan's order."""
+        batch = make_batch(plan, self._memory, self._adapter)
+        hidden_TX = self._forward(batch)
+        if not batch.draws:
+            return []
+        return sample(self._decoder.logits(_rows(hidden_TX, batch.draw_rows)), batch.keys, batch.draws)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Compute a plan and return the logits of every row (T, V), in the served dtype; nothing is drawn."""
+        return self._decoder.logits(self._forward(make_batch(plan, self._memory, self._adapter)))
+
+    def _forward(self, batch: Batch) -> Tensor:
+        return self._decoder.forward(batch.tokens, batch.positions, self._memory.kv, batch.attention, batch.deltas)
+
+
+def _rows(hidden_TX: Tensor, rows: tuple[int, ...]) -> Tensor:
+    if len(rows) == len(hidden_TX):
+        return hidden_TX
+    return hidden_TX.index_select(0, torch.tensor(rows, device=hidden_TX.device))

@@ -1,0 +1,196 @@
+"""Paged attention in PyTorch: the reference, and what the CPU engine runs. The contract is in the package.
+
+Index tensors are made once per step and serve every layer: a layer is an offset into the pool's rows.
+Decodes of similar length are gathered into one padded batch. Padding repeats a request's first position,
+which is written, so that no unwritten bits enter even under a mask.
+"""
+
+# T rows, H query heads, K key-value heads, G = H / K, D head dimension, B requests, S positions, C rows of a chunk
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from stencilpress.kernels.attention import Span
+
+Index = npt.NDArray[np.int64]
+_Spot = tuple[Span, Index]
+"""A span and the row of each of its request's positions."""
+
+SDPA_POSITIONS = 512
+"""Up to this many padded positions fused attention beats two batched products (measured: 29 against 66 us for 64,
+71 against 96 for 256, 295 against 205 for 2,048; 9 heads of 64, two cores, bf16)."""
+
+
+class PagedKV:
+    """The keys and values in a pool, as rows. ``pool_E`` is flat and a whole number of pages."""
+
+    def __init__(self, pool_E: Tensor, *, layers: int, page_tokens: int, kv_heads: int, head_dim: int) -> None:
+        self.page_tokens = page_tokens
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.page_rows = layers * 2 * page_tokens
+        """Rows of ``kv_heads * head_dim`` elements in a page."""
+        if pool_E.dim() != 1 or not pool_E.is_contiguous() or pool_E.numel() % (self.page_rows * kv_heads * head_dim):
+            raise ValueError(f"pool of shape {tuple(pool_E.shape)} is not flat and a whole number of pages")
+        tokens, heads = pool_E.view(-1, kv_heads * head_dim), pool_E.view(-1, head_dim)
+        starts = [(layer * 2 * page_tokens, (layer * 2 + 1) * page_tokens) for layer in range(layers)]
+        self._token_rows = [(tokens[k:], tokens[v:]) for k, v in starts]
+        self._head_rows = [(heads[k * kv_heads :], heads[v * kv_heads :]) for k, v in starts]
+
+    def write(self, layer: int, k_TX: Tensor, v_TX: Tensor, rows_T: Tensor) -> None:
+        """Store keys and values of all rows; ``rows_T`` is :attr:`AttentionPlan.write_rows`."""
+        k_rows, v_rows = self._token_rows[layer]
+        k_rows.index_copy_(0, rows_T, k_TX)
+        v_rows.index_copy_(0, rows_T, v_TX)
+
+    def read(self, layer: int, index_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``(N, D)`` of the given head rows, copied."""
+        k_rows, v_rows = self._head_rows[layer]
+        return k_rows.index_select(0, index_N), v_rows.index_select(0, index_N)
+
+    def rows(self, pages: tuple[int, ...], length: int) -> Index:
+        """Row of each position ``0 .. length - 1`` of a request, within layer 0's keys."""
+        used = np.array(pages[: -(-length // self.page_tokens)], dtype=np.int64)
+        return (used[:, None] * self.page_rows + np.arange(self.page_tokens)).reshape(-1)[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """B single rows of the batch: ``rows`` (B,), ``index`` of head rows (B, K, S), ``mask`` to add (B * K, 1, S)."""
+
+    rows: Tensor
+    index: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """C rows of one request: ``index`` of head rows (K, S) and ``mask`` to add (C, S).
+
+    Both are None at a request's beginning, which attends to itself alone.
+    """
+
+    first: int
+    end: int
+    index: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What every layer of one step needs. ``write_rows`` (T,) is where each token's key lies in layer 0.
+
+    ``whole``: the one group of decodes is the batch, row by row.
+    """
+
+    write_rows: Tensor
+    decodes: tuple[_Decodes, ...]
+    prefills: tuple[_Prefill, ...]
+    whole: bool
+
+
+def plan_attention(spans: Sequence[Span], kv: PagedKV, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
+    """Make the index tensors of one step; ``dtype`` is the activations'."""
+    spots = [(span, kv.rows(span.pages, span.start + span.length)) for span in spans]
+    write = np.empty(sum(span.length for span in spans), dtype=np.int64)
+    for span, positions in spots:
+        write[span.row : span.row + span.length] = positions[span.start :]
+    groups = _similar([spot for spot in spots if spot[0].length == 1])
+    return AttentionPlan(
+        torch.from_numpy(write).to(device),
+        tuple(_decodes(group, kv, dtype, device) for group in groups),
+        tuple(_prefill(span, positions, kv, dtype, device) for span, positions in spots if span.length > 1),
+        whole=[len(group) for group in groups] == [len(write)],
+    )
+
+
+def _similar(decodes: list[_Spot]) -> list[list[_Spot]]:
+    """Groups whose padding at most doubles what is read, each in the order of the batch's rows."""
+    groups: list[list[_Spot]] = []
+    for spot in sorted(decodes, key=lambda spot: -len(spot[1])):
+        if not groups or 2 * len(spot[1]) + SDPA_POSITIONS < len(groups[-1][0][1]):
+            groups.append([])
+        groups[-1].append(spot)
+    return [sorted(group, key=lambda spot: spot[0].row) for group in groups]
+
+
+def _decodes(group: list[_Spot], kv: PagedKV, dtype: torch.dtype, device: torch.device) -> _Decodes:
+    longest = max(len(positions) for _, positions in group)
+    index_BS = np.empty((len(group), longest), dtype=np.int64)
+    mask_BS = torch.zeros(len(group), longest, dtype=dtype)
+    for b, (_, positions) in enumerate(group):
+        index_BS[b, : len(positions)] = positions
+        index_BS[b, len(positions) :] = positions[0]
+        mask_BS[b, len(positions) :] = -torch.inf
+    rows_B = torch.tensor([span.row for span, _ in group], device=device)
+    mask_N1S = mask_BS.repeat_interleave(kv.kv_heads, 0).unsqueeze(1)
+    return _Decodes(rows_B, _head_index(index_BS, kv, device), mask_N1S.to(device))
+
+
+def _prefill(span: Span, positions: Index, kv: PagedKV, dtype: torch.dtype, device: torch.device) -> _Prefill:
+    first, end = span.row, span.row + span.length
+    if span.start == 0:
+        return _Prefill(first, end, None, None)
+    mask_CS = torch.full((span.length, len(positions)), -torch.inf, dtype=dtype, device=device).triu_(span.start + 1)
+    return _Prefill(first, end, _head_index(positions[None], kv, device)[0], mask_CS)
+
+
+def _head_index(index_BS: Index, kv: PagedKV, device: torch.device) -> Tensor:
+    index_BKS = index_BS[:, None, :] * kv.kv_heads + np.arange(kv.kv_heads)[None, :, None]
+    return torch.from_numpy(index_BKS).to(device)
+
+
+def attend(q_TX: Tensor, k_TX: Tensor, v_TX: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan) -> Tensor:
+    """Write this step's keys and values, then attend. Returns ``(T, H * D)``, a new tensor."""
+    kv.write(layer, k_TX, v_TX, plan.write_rows)
+    if plan.whole:
+        return _attend_decodes(q_TX, kv, layer, plan.decodes[0])
+    out_TX = torch.empty_like(q_TX, memory_format=torch.contiguous_format)
+    for group in plan.decodes:
+        out_TX.index_copy_(0, group.rows, _attend_decodes(q_TX.index_select(0, group.rows), kv, layer, group))
+    for chunk in plan.prefills:
+        rows = slice(chunk.first, chunk.end)
+        out_TX[rows] = _attend_prefill(q_TX[rows], k_TX[rows], v_TX[rows], kv, layer, chunk)
+    return out_TX
+
+
+def _attend_decodes(q_BX: Tensor, kv: PagedKV, layer: int, group: _Decodes) -> Tensor:
+    """The query heads of one key-value head are the rows of one small product."""
+    (B, K, S), D = group.index.shape, kv.head_dim
+    k, v = kv.read(layer, group.index.view(-1))
+    if B * S <= SDPA_POSITIONS:
+        q_BKGD, mask_BK1S = q_BX.view(B, K, -1, D), group.mask.view(B, K, 1, S)
+        k_BKSD, v_BKSD = k.view(B, K, S, D), v.view(B, K, S, D)
+        return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BK1S).reshape(B, -1)
+    q_NGD, k_NSD, v_NSD = q_BX.reshape(B * K, -1, D), k.view(-1, S, D), v.view(-1, S, D)
+    score_NGS = torch.baddbmm(group.mask, q_NGD, k_NSD.transpose(1, 2), alpha=D**-0.5)
+    return torch.bmm(score_NGS.softmax(-1), v_NSD).view(B, -1)
+
+
+def _attend_prefill(q_CX: Tensor, k_CX: Tensor, v_CX: Tensor, kv: PagedKV, layer: int, chunk: _Prefill) -> Tensor:
+    """Key-value heads are the batch, so that sharing them among query heads is an expanded view."""
+    K, D = kv.kv_heads, kv.head_dim
+    C = len(q_CX)
+    if chunk.index is None:
+        k_KSD, v_KSD = k_CX.view(C, K, D).transpose(0, 1), v_CX.view(C, K, D).transpose(0, 1)
+    else:
+        k, v = kv.read(layer, chunk.index.view(-1))
+        k_KSD, v_KSD = k.view(K, -1, D), v.view(K, -1, D)
+    q_KGCD = q_CX.view(C, K, -1, D).permute(1, 2, 0, 3)
+    shape = (*q_KGCD.shape[:2], *k_KSD.shape[1:])
+    out_KGCD = scaled_dot_product_attention(
+        q_KGCD,
+        k_KSD.unsqueeze(1).expand(shape),
+        v_KSD.unsqueeze(1).expand(shape),
+        attn_mask=chunk.mask,
+        is_causal=chunk.index is None,
+    )
+    return out_KGCD.permute(2, 0, 1, 3).reshape(C, -1)
