@@ -146,7 +146,7 @@ def _served(name: str, tensor: Tensor, dtype: Dtype, findings: list[Finding]) ->
     """The tensor in the served dtype, rounded to nearest even."""
     if not is_finite(tensor):
         findings.append(not_finite(name))
-        return tensor
+        return np.zeros_like(tensor)
     served = to_dtype(tensor, dtype)
     if not is_finite(served):
         findings.append(Finding(name, "overflow", f"holds values beyond the range of {dtype}, the served dtype"))

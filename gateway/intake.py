@@ -11,15 +11,16 @@ from pathlib import Path
 import msgspec
 
 import stencilpress
+from stencilpress.gateway.blobs import StorageFullError
 from stencilpress.gateway.intake_records import (
     LIFELINE_VARIABLE,
     Accepted,
     Dtype,
-    Failed,
     IntakeLimits,
     IntakeRequest,
     Rejected,
     Reply,
+    StorageFull,
     WorkerLimits,
     out_of_resources,
 )
@@ -32,11 +33,7 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 
 
 class IntakeError(Exception):
-    """There is no verdict on the upload. ``code`` is ``storage_full`` or ``internal``; the text is for the log."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
+    """A fault of ours: there is no verdict on the upload. The text is for the log."""
 
 
 async def validate_upload(
@@ -54,7 +51,7 @@ async def validate_upload(
     image is then rebuilt, which a change of the served ``dtype`` calls for. The worker is killed when the call
     is cancelled. Its cost is one core for some seconds per gigabyte; callers bound how many run at once.
 
-    Raises :class:`IntakeError` when there is no verdict for reasons that are not the upload's.
+    Raises :class:`StorageFullError` when the image does not fit the disk, :class:`IntakeError` for faults of ours.
     """
     worker = worker or WorkerLimits()
     request = _request(folder, model_dir, dtype, limits or IntakeLimits(), assert_base, worker)
@@ -107,13 +104,13 @@ async def _start() -> asyncio.subprocess.Process:
 async def _exchange(process: asyncio.subprocess.Process, line: bytes) -> bytes:
     """Send the request, keep standard input open (it is the worker's lifeline), read until the worker is done."""
     if process.stdin is None or process.stdout is None:
-        raise IntakeError("internal", "the intake worker has no pipes")
+        raise IntakeError("the intake worker has no pipes")
     process.stdin.write(line)
     output = b""
     while chunk := await process.stdout.read(1 << 16):
         output += chunk
         if len(output) > MAX_REPLY_BYTES:
-            raise IntakeError("internal", "the intake worker does not stop writing")
+            raise IntakeError("the intake worker does not stop writing")
     return output
 
 
@@ -127,8 +124,8 @@ def _verdict(status: int, output: bytes, worker: WorkerLimits) -> Accepted | Rej
     if status == -signal.SIGXCPU:
         return out_of_resources(f"more than {worker.cpu_s} s of CPU time")
     if status != 0:
-        raise IntakeError("internal", f"the intake worker ended with status {status}")
+        raise IntakeError(f"the intake worker ended with status {status}")
     reply: Reply = msgspec.json.decode(output, type=Reply)
-    if isinstance(reply, Failed):
-        raise IntakeError(reply.code, reply.message)
+    if isinstance(reply, StorageFull):
+        raise StorageFullError(reply.errno, os.strerror(reply.errno))
     return reply

@@ -67,14 +67,13 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     findings: tuple[Finding, ...]
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """No verdict: a fault on this side. ``storage_full`` may pass, ``internal`` is for the log."""
+class StorageFull(msgspec.Struct, frozen=True, tag="storage_full"):
+    """No verdict: the image does not fit the disk."""
 
-    code: Literal["storage_full", "internal"]
-    message: str
+    errno: int
 
 
-Reply = Accepted | Rejected | Failed
+Reply = Accepted | Rejected | StorageFull
 
 
 def out_of_resources(what: str) -> Rejected:

@@ -8,8 +8,10 @@ All that it reads from the upload is hostile, hence the limits on its memory and
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
+import select
 import stat
 import sys
 from collections.abc import Iterable, Sequence
@@ -37,11 +39,11 @@ from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, c
 from stencilpress.gateway.intake_records import (
     LIFELINE_VARIABLE,
     Accepted,
-    Failed,
     IntakeLimits,
     IntakeRequest,
     Rejected,
     Reply,
+    StorageFull,
     out_of_resources,
 )
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, SafetensorsFile, open_safetensors
@@ -51,7 +53,7 @@ MAX_FINDINGS = 100
 
 def main() -> None:
     request = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=IntakeRequest)
-    lifeline.hold(sys.stdin.fileno())
+    _end_with_gateway(sys.stdin.fileno())
     if inherited := os.environ.get(LIFELINE_VARIABLE):
         lifeline.hold(int(inherited))
     _confine(request)
@@ -59,7 +61,7 @@ def main() -> None:
 
 
 def _read_line(fd: int) -> bytes:
-    """Unbuffered, so that the lifeline's thread finds nothing but the end on the same descriptor."""
+    """Unbuffered: what is left on the descriptor is its end alone."""
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(fd, 1 << 16)
@@ -67,6 +69,17 @@ def _read_line(fd: int) -> bytes:
             raise EOFError("standard input ended within the request")
         line += chunk
     return line
+
+
+def _end_with_gateway(fd: int) -> None:
+    """Die by SIGIO when the other end closes.
+
+    A thread that waits for it, as in ``lifeline``, would not get its turn while a regular expression runs.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([fd], [], [], 0)[0]:  # it closed before
+        raise EOFError("the gateway is gone")
 
 
 def _confine(request: IntakeRequest) -> None:
@@ -88,7 +101,7 @@ def _reply(request: IntakeRequest) -> Reply:
         return out_of_resources(f"more than {request.memory_limit_bytes >> 20} MiB of memory")
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return Failed("storage_full", str(error))
+            return StorageFull(error.errno)
         raise
 
 

@@ -9,12 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from stencilpress.engine.image import Tensor, module_name, places
+from stencilpress.engine.image import Finding, Tensor, module_name, places
 from stencilpress.engine.spec import Dtype, ModelSpec, Rope
+from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.intake_records import Accepted, IntakeLimits, IntakeRequest, Rejected
+from stencilpress.gateway.intake_worker import inspect
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
 PREFIX = "base_model.model."
 BASE_ID = "acme/tiny-llama"
-CONFIG = {"peft_type": "LORA", "base_model_name_or_path": BASE_ID, "r": 4, "lora_alpha": 8}
+GOOD: dict[str, Any] = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": BASE_ID,
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+}
+"""The config of ``lora_tensors`` as they come by default."""
+FIRST_A = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"
+FIRST_B = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
 def tiny_spec(dtype: Dtype = "bfloat16", **changes: Any) -> ModelSpec:
@@ -103,6 +116,47 @@ def frame(header: bytes, data: bytes = b"") -> bytes:
 
 def write_adapter(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / CONFIG_NAME).write_text(json.dumps(config))
+    (folder / WEIGHTS_NAME).write_bytes(safetensors_bytes(tensors))
     return folder
+
+
+class Desk:
+    """One base and one upload folder, with a good adapter in it until a test spoils it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spec: ModelSpec = tiny_spec("bfloat16")
+        self.model_dir = write_base(folder / "base", self.spec, aliases=("tiny",))
+        self.folder = write_adapter(folder / "upload", GOOD, lora_tensors(self.spec))
+
+    def config(self, **changes: Any) -> None:
+        """Write the config with some fields changed."""
+        (self.folder / CONFIG_NAME).write_text(json.dumps({**GOOD, **changes}))
+
+    def weights(self, tensors: dict[str, Tensor] | bytes) -> None:
+        content = tensors if isinstance(tensors, bytes) else safetensors_bytes(tensors)
+        (self.folder / WEIGHTS_NAME).write_bytes(content)
+
+    def inspect(self, limits: IntakeLimits | None = None, *, assert_base: bool = False) -> Accepted | Rejected:
+        """The worker's own function, in this process."""
+        return inspect(
+            IntakeRequest(
+                folder=str(self.folder),
+                model_dir=str(self.model_dir),
+                dtype="auto",
+                limits=limits or IntakeLimits(),
+                assert_base=assert_base,
+                cpu_limit_s=60,
+                memory_limit_bytes=1 << 31,
+            )
+        )
+
+    def findings(self, limits: IntakeLimits | None = None, *, assert_base: bool = False) -> tuple[Finding, ...]:
+        verdict = self.inspect(limits, assert_base=assert_base)
+        assert isinstance(verdict, Rejected), verdict
+        assert sorted(path.name for path in self.folder.iterdir() if path.name.startswith("image")) == []
+        return verdict.findings
+
+    def only(self, limits: IntakeLimits | None = None, *, assert_base: bool = False) -> Finding:
+        (finding,) = self.findings(limits, assert_base=assert_base)
+        return finding
