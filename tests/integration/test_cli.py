@@ -1,0 +1,467 @@
+"""The command as a person uses it: real files, a real catalog, adapters that PEFT wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from stencilpress import demo
+from stencilpress.bases import Base
+from stencilpress.cli import ENGINE_OPTIONS, main
+from stencilpress.engine.image_format import image_name
+from stencilpress.engine.settings import EngineSettings
+from stencilpress.engine.spec import load_spec
+from stencilpress.gateway.blobs import BlobStore
+from stencilpress.gateway.catalog.adapters import get_adapter
+from stencilpress.gateway.catalog.credentials import revoke_key
+from stencilpress.gateway.catalog.schema import ensure_schema
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import disable_tenant, get_tenant
+from stencilpress.gateway.enrol import Enrolment
+from stencilpress.gateway.intake_records import Dtype
+from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.settings import DataFolder, default_data_dir
+from tests.tiny import BASE_ID, save_adapter, save_base
+
+ROOT = Path(__file__).parents[2]
+INTERNAL = {
+    *("model_dir", "adapters_dir", "engine_fd", "engine_socket", "http_fd", "lifeline_fd", "generation"),
+}
+"""Settings that `serve` and the supervisor make; an operator has no use for them."""
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, base_folder: Path) -> Path:
+    """Folders of adapters: ``helper`` and ``poet``, and ``orphan``, which does not name its base."""
+    shelf = tmp_path_factory.mktemp("adapters")
+    save_adapter(shelf / "helper", base_folder, seed=1)
+    save_adapter(shelf / "poet", base_folder, seed=2, r=8, target_modules=["o_proj", "up_proj"])
+    save_adapter(shelf / "orphan", base_folder, seed=3, declared=None)
+    return shelf
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder that does not exist yet, which all commands use."""
+    folder = tmp_path / "data"
+    for variable in [name for name in os.environ if name.startswith("STENCILPRESS_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("STENCILPRESS_DATA", str(folder))
+    return folder
+
+
+@pytest.fixture
+def cli(data: Path) -> Cli:
+    """Run a command; ``code`` is the exit code it must have."""
+
+    def run(*arguments: str | Path, code: int = 0) -> Result:
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def stocked(cli: Cli, base_folder: Path) -> Cli:
+    """A data folder with the tiny base and a tenant."""
+    cli("pull", base_folder, "--base-id", BASE_ID)
+    cli("tenant", "add", "acme")
+    return cli
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = json.loads(result.stdout)
+    return listed
+
+
+def test_importing_the_command_loads_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "sqlalchemy", "alembic", "aiohttp", "huggingface_hub", "tokenizers", "jinja2")
+    code = f"import sys, stencilpress.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_tenants_are_added_listed_and_disabled(cli: Cli) -> None:
+    cli("tenant", "add", "acme", "--max-rank", "16", "--target-module", "q_proj", "--target-module", "v_proj")
+    cli("tenant", "add", "zoo", "--weight", "2.5", "--max-adapters", "3", "--max-adapter-bytes", "5000")
+    cli("tenant", "disable", "zoo")
+    acme, zoo = rows(cli("tenant", "list", "--json"))
+    assert (acme["name"], acme["max_rank"], acme["target_modules"]) == ("acme", 16, ["q_proj", "v_proj"])
+    assert (zoo["weight"], zoo["max_adapters"], zoo["max_adapter_bytes"]) == (2.5, 3, 5000)
+    assert acme["disabled_at"] is None
+    assert zoo["disabled_at"] is not None
+    assert "salt" not in cli("tenant", "list", "--json").output
+    assert cli("tenant", "list").stdout.splitlines()[0].split()[0] == "NAME"
+
+
+def test_a_key_is_shown_once(cli: Cli, data: Path) -> None:
+    cli("tenant", "add", "acme")
+    token = cli("key", "create", "acme", "--label", "ci", "--expires-in-days", "30").stdout.strip()
+    [listed] = rows(cli("key", "list", "acme", "--json"))
+    _, public_id, secret = token.split("_")
+    assert (listed["id"], listed["label"], listed["last_four"]) == (public_id, "ci", token[-4:])
+    assert listed["expires_at"] > listed["created_at"]
+    for output in (cli("key", "list", "acme").output, cli("key", "list", "acme", "--json").output):
+        assert secret not in output
+    assert secret.encode() not in b"".join(file.read_bytes() for file in (data / "v1").iterdir() if file.is_file())
+    cli("key", "revoke", public_id)
+    assert rows(cli("key", "list", "acme", "--json"))[0]["revoked_at"] is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tenant", "add", "Acme"], "Error: tenant: 'Acme' is not allowed"),
+        (["tenant", "add", "acme", "--max-rank", "0"], "Error: max_rank: must be between 1 and"),
+        (["tenant", "disable", "nobody"], "Error: tenant: 'nobody' does not exist"),
+        (["key", "create", "' OR '1'='1"], "Error: tenant: \"' OR '1'='1\" does not exist"),
+        (["key", "revoke", "'; DROP TABLE api_keys; --"], "does not exist"),
+        (["adapter", "list", "--tenant", "nobody"], "Error: tenant: 'nobody' does not exist"),
+        (["adapter", "promote", "helper", "--tenant", "acme"], "expected name@number such as helper@3"),
+        (["adapter", "add", ".", "--tenant", "acme", "--name", "helper"], "no base model in the data folder"),
+        (["migrate", "--to", "9999"], "Error: schema revision '9999' is unknown; known: base, 0001"),
+        (["pull", "nothing"], "'nothing' is neither"),
+        (["tenant", "list", "--database-url", "postgresql://nobody@127.0.0.1:1/x"], "The catalog is not available"),
+    ],
+)
+def test_a_refusal_is_one_clear_line_and_exit_code_1(cli: Cli, arguments: list[str], message: str) -> None:
+    result = cli(*arguments, code=1)
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tenant", "add"], "Missing argument 'NAME'"),
+        (["serve", "--port", "99999"], "'--port': 99999 is not in the range"),
+        (["serve", "--max-loras", "0"], "Expected `int` >= 1 - at STENCILPRESS_MAX_LORAS"),
+        (["serve", "--device", "abacus"], "STENCILPRESS_DEVICE"),
+        (["tenant", "list", "--database-url", "mysql://x"], "STENCILPRESS_DATABASE_URL: 'mysql' is not supported"),
+        (["adapter", "add", "/nowhere", "--tenant", "a", "--name", "b"], "does not exist"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_wrong_usage_is_named_and_exits_with_2(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in cli(*arguments, code=2).stderr
+
+
+def test_a_bad_variable_stops_serve_before_anything_is_fetched(
+    cli: Cli, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STENCILPRESS_MAX_LORA_RANK", "many")
+    assert "STENCILPRESS_MAX_LORA_RANK" in cli("serve", code=2).stderr
+    assert not (data / "v1" / "models").exists()
+
+
+def test_a_flag_overrides_a_variable(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STENCILPRESS_DATA", str(tmp_path / "by-variable"))
+    cli("tenant", "add", "acme", "--data", tmp_path / "by-flag")
+    assert (tmp_path / "by-flag" / "v1" / "catalog.db").exists()
+    assert not (tmp_path / "by-variable").exists()
+
+
+def test_the_data_folder_is_closed_to_others_and_a_newer_one_is_refused(cli: Cli, data: Path) -> None:
+    cli("migrate")
+    assert stat.S_IMODE((data / "v1").stat().st_mode) == 0o700
+    (data / "v2").mkdir()
+    assert "holds v2, written by a newer version" in cli("tenant", "list", code=1).stderr
+
+
+def test_the_data_folder_follows_the_xdg_specification(tmp_path: Path) -> None:
+    assert default_data_dir({"XDG_DATA_HOME": "/srv/x"}, tmp_path) == Path("/srv/x/stencilpress")
+    for environ in ({}, {"XDG_DATA_HOME": ""}, {"XDG_DATA_HOME": "relative"}):
+        assert default_data_dir(environ, tmp_path) == tmp_path / ".local/share/stencilpress"
+
+
+def test_a_newer_catalog_is_refused_by_every_command(cli: Cli, data: Path) -> None:
+    cli("migrate")
+    assert "revision 0001" in cli("migrate", "--to", "0001").stdout
+    cli("tenant", "add", "acme")
+    with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
+        raw.execute("UPDATE alembic_version SET version_num = '9999'")
+    for arguments in (["tenant", "list"], ["key", "create", "acme"], ["migrate"]):
+        assert "schema 9999, newer than this version" in cli(*arguments, code=1).stderr
+    with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
+        raw.execute("UPDATE alembic_version SET version_num = '0001'")
+    assert len(rows(cli("tenant", "list", "--json"))) == 1
+
+
+def test_an_adapter_is_added_versioned_and_promoted(stocked: Cli, adapters: Path, data: Path) -> None:
+    add = ("--tenant", "acme", "--name", "helper")
+    assert stocked("adapter", "add", adapters / "helper", *add).stdout == "helper@1, now prod\n"
+    assert stocked("adapter", "add", adapters / "helper", *add).stdout == "helper@1 (its content was there already)\n"
+    assert stocked("adapter", "add", adapters / "poet", *add).stdout == "helper@2\n"
+    assert stocked("adapter", "promote", "helper@2", "--tenant", "acme").stdout == "helper@prod is helper@2\n"
+    stocked("adapter", "promote", "helper@1", "--tenant", "acme", "--alias", "stable")
+    first, second = rows(stocked("adapter", "list", "--tenant", "acme", "--json"))
+    assert (first["version"], first["aliases"], first["ranks"]) == ("helper@1", ["stable"], [4])
+    assert (second["version"], second["aliases"], second["target_modules"]) == (
+        "helper@2",
+        ["prod"],
+        ["o_proj", "up_proj"],
+    )
+    for row in (first, second):
+        blob = data / "v1" / "adapters" / row["digest"]
+        assert {"adapter_config.json", "adapter_model.safetensors"} < {file.name for file in blob.iterdir()}
+    assert list((data / "v1" / "staging").iterdir()) == []
+
+
+def test_promotion_can_be_forced_or_held_back(stocked: Cli, adapters: Path) -> None:
+    add = ("--tenant", "acme", "--name", "helper")
+    assert stocked("adapter", "add", adapters / "helper", *add, "--no-promote").stdout == "helper@1\n"
+    assert stocked("adapter", "add", adapters / "poet", *add, "--promote").stdout == "helper@2, now prod\n"
+
+
+def test_an_adapter_that_names_no_base_needs_its_owners_word(stocked: Cli, adapters: Path) -> None:
+    add = ("adapter", "add", adapters / "orphan", "--tenant", "acme", "--name", "orphan")
+    refused = stocked(*add, code=1).stderr.splitlines()
+    assert refused[0] == "Error: The adapter cannot be served."
+    assert [line.split(":")[0].strip() for line in refused[1:]] == ["base_model_name_or_path"]
+    assert stocked(*add, "--assert-base").stdout == "orphan@1, now prod\n"
+    assert rows(stocked("adapter", "list", "--tenant", "acme", "--json"))[0]["base_asserted"] is True
+
+
+def test_findings_are_printed_one_a_line_and_nothing_stays(
+    stocked: Cli, adapters: Path, data: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(adapters / "helper", bad)
+    config = json.loads((bad / "adapter_config.json").read_text())
+    (bad / "adapter_config.json").write_text(json.dumps({**config, "r": 0, "use_dora": True, "bias": "all"}))
+    refused = stocked("adapter", "add", bad, "--tenant", "acme", "--name", "bad", code=1).stderr.splitlines()
+    assert {line.split(":")[0].strip() for line in refused[1:]} >= {"r", "use_dora", "bias"}
+    (bad / "adapter_model.safetensors").unlink()
+    missing = stocked("adapter", "add", bad, "--tenant", "acme", "--name", "bad", code=1).stderr
+    assert missing == "Error: adapter_model.safetensors: not in the adapter's folder\n"
+    assert rows(stocked("adapter", "list", "--tenant", "acme", "--json")) == []
+    assert list((data / "v1" / "staging").iterdir()) == list((data / "v1" / "adapters").iterdir()) == []
+
+
+def test_a_tenants_limits_name_field_and_limit(cli: Cli, base_folder: Path, adapters: Path) -> None:
+    cli("pull", base_folder, "--base-id", BASE_ID)
+    cli("tenant", "add", "small", "--max-rank", "2", "--target-module", "q_proj")
+    cli("tenant", "add", "tiny", "--max-adapter-bytes", "3000")
+    cli("tenant", "add", "none", "--max-adapters", "0")
+
+    def refusal(tenant: str) -> str:
+        return cli("adapter", "add", adapters / "helper", "--tenant", tenant, "--name", "helper", code=1).stderr
+
+    assert re.search(r"rank.* 2\b", refusal("small"))
+    assert "v_proj" in refusal("small")
+    assert "adapter_model.safetensors" in refusal("tiny")
+    assert "3000" in refusal("tiny")
+    assert "max_adapters is 0" in refusal("none")
+
+
+def test_the_bases_names_are_taken(stocked: Cli, adapters: Path) -> None:
+    for name in ("base", "tiny-llama"):
+        refused = stocked("adapter", "add", adapters / "helper", "--tenant", "acme", "--name", name, code=1)
+        assert refused.stderr == f"Error: name: '{name}' is the base model's name\n"
+
+
+def test_the_base_is_the_one_that_the_adapter_names(
+    stocked: Cli, base_folder: Path, adapters: Path, tmp_path: Path
+) -> None:
+    stocked("pull", base_folder, "--base-id", "acme/Other")
+    added = stocked("adapter", "add", adapters / "helper", "--tenant", "acme", "--name", "helper")
+    assert added.stdout.startswith("helper@1")
+    add = ("adapter", "add", adapters / "orphan", "--tenant", "acme", "--name", "orphan", "--assert-base")
+    assert "--model: name the base of this adapter, one of acme/Other, acme/Tiny-Llama" in stocked(*add, code=1).stderr
+    stocked(*add, "--model", "acme/Other")
+    assert rows(stocked("adapter", "list", "--tenant", "acme", "--json"))[1]["base"] == "acme/Other"
+    assert "bring it in with `stencilpress pull`" in stocked(*add, "--model", "acme/Absent", code=1).stderr
+
+
+# What serve prepares
+
+
+class Press:
+    """A data folder with the tiny base, and what ``serve`` makes of it before it starts anything."""
+
+    def __init__(self, data: Path, base: Path) -> None:
+        self.data = DataFolder(data)
+        self.base = Base(base, (BASE_ID, "tiny"))
+        self.db = Database(self.data.database_url)
+        self.blobs = BlobStore(self.data.path)
+        self.said: list[str] = []
+
+    def enrolment(self, dtype: Dtype = "auto") -> Enrolment:
+        return Enrolment(self.db, self.blobs, self.base.folder, self.base.names, dtype=dtype, max_rank=64)
+
+    async def enrol(self) -> demo.Demo | None:
+        await ensure_schema(self.db)
+        key_file = self.data.demo_key
+        return await demo.enrol_demo(self.db, self.blobs, self.enrolment(), self.base, key_file, self.said.append)
+
+
+@pytest.fixture
+def press(
+    data: Path, base_folder: Path, adapters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Press]:
+    """``helper`` and ``poet`` are shipped; so is ``stranger``, which is for another base."""
+    shelf = tmp_path / "shelf"
+    for name in ("helper", "poet"):
+        shutil.copytree(adapters / name, shelf / name)
+    shutil.copytree(adapters / "orphan", shelf / "stranger")
+    monkeypatch.setattr(demo, "shipped_adapters", lambda: tuple(sorted(shelf.iterdir())))
+    folder = tmp_path / "served"
+    shutil.copytree(base_folder, folder)
+    (folder / "base.json").write_text(json.dumps({"id": BASE_ID, "aliases": ["tiny"]}))
+    DataFolder(data).prepare()
+    press = Press(data, folder)
+    yield press
+    asyncio.run(press.db.close())
+
+
+def test_the_demo_is_enrolled_once(press: Press, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = asyncio.run(press.enrol())
+    assert first is not None
+    assert first.adapters == ("helper", "poet")
+    assert press.said == ["enrolling the demo adapter helper", "enrolling the demo adapter poet"]
+    monkeypatch.setattr(Enrolment, "add_folder", None)  # a second start validates nothing again
+    assert asyncio.run(press.enrol()) == first
+    assert len(press.said) == 2
+
+
+def test_the_demo_key_is_kept_for_us_alone(press: Press) -> None:
+    first = asyncio.run(press.enrol())
+    assert first is not None
+    file = press.data.demo_key
+    assert file.read_text() == first.key + "\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert asyncio.run(KeyRing(press.db).authenticate(first.key)).tenant == "demo"
+    asyncio.run(revoke_key(press.db, first.key.split("_")[1]))
+    second = asyncio.run(press.enrol())
+    assert second is not None
+    assert second.key != first.key
+    assert asyncio.run(KeyRing(press.db).authenticate(second.key)).tenant == "demo"
+
+
+def test_a_changed_demo_adapter_becomes_a_new_prod_version(press: Press, adapters: Path) -> None:
+    asyncio.run(press.enrol())
+    [shipped] = [folder for folder in demo.shipped_adapters() if folder.name == "helper"]
+    shutil.copy(adapters / "orphan" / "adapter_model.safetensors", shipped)
+    asyncio.run(press.enrol())
+    tenant = asyncio.run(get_tenant(press.db, "demo"))
+    helper = asyncio.run(get_adapter(press.db, tenant.id, "helper"))
+    assert (len(helper.versions), helper.aliases) == (2, {"prod": 2})
+
+
+def test_a_disabled_demo_tenant_stays_disabled(press: Press) -> None:
+    asyncio.run(press.enrol())
+    asyncio.run(disable_tenant(press.db, "demo"))
+    assert asyncio.run(press.enrol()) is None
+
+
+def test_images_are_made_anew_for_another_dtype(press: Press) -> None:
+    asyncio.run(press.enrol())
+
+    async def rebuilt() -> list[str]:
+        return [digest async for digest, error in press.enrolment("bfloat16").rebuild_images() if error is None]
+
+    wanted = image_name(load_spec(press.base.folder, "bfloat16").fingerprint())
+    made = asyncio.run(rebuilt())
+    assert len(made) == 2
+    assert all((press.blobs.folder(digest) / wanted).is_file() for digest in made)
+    assert asyncio.run(rebuilt()) == []
+
+
+def test_a_blob_that_was_damaged_is_reported_and_disturbs_no_other(press: Press) -> None:
+    asyncio.run(press.enrol())
+    damaged, sound = sorted(folder.name for folder in press.blobs.adapters.iterdir())
+    (press.blobs.folder(damaged) / "adapter_model.safetensors").write_bytes(b"")
+
+    async def outcome() -> dict[str, bool]:
+        return {digest: error is None async for digest, error in press.enrolment("bfloat16").rebuild_images()}
+
+    assert asyncio.run(outcome()) == {damaged: False, sound: True}
+
+
+def test_the_shipped_adapters_are_for_the_demo_base() -> None:
+    shipped = demo.shipped_adapters()
+    assert len(shipped) >= 3
+    for folder in shipped:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_the_curl_command_is_one_line_that_a_shell_reads_as_meant() -> None:
+    line = demo.curl("http://127.0.0.1:8000", "sp_key", "poet")
+    assert "\n" not in line
+    words = shlex.split(line)
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert "Authorization: Bearer sp_key" in words
+    body = json.loads(words[-1])
+    assert (body["model"], body["stream"]) == ("poet", True)
+
+
+def test_the_banner_shows_address_key_models_and_the_command(base_folder: Path) -> None:
+    shown = demo.banner("http://h:1", Base(base_folder, (BASE_ID, "tiny")), demo.Demo("sp_key", ("helper", "poet")))
+    assert BASE_ID in shown
+    assert "http://h:1" in shown
+    assert "tiny  helper  poet" in shown
+    assert demo.curl("http://h:1", "sp_key", "poet") in shown.splitlines()
+    assert "curl" not in demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), None)
+
+
+# Documentation
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def test_every_command_option_and_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name, command in commands(main):
+        section = re.search(rf"^#+ `stencilpress {name}\b.*?(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert section, f"no section for `stencilpress {name}`"
+        for option in command.params:
+            place = text if option.name in ("data", "database_url", "as_json") else section[0]
+            for flag in (*option.opts, *option.secondary_opts):
+                assert not flag.startswith("-") or re.search(rf"`[^`\n]*{flag}\b", place), f"{name} {flag}"
+            assert option.envvar is None or f"`{option.envvar}`" in text, f"{name} {option.envvar}"
+    for settings in (EngineSettings, GatewaySettings):
+        for field in set(settings.__struct_fields__) - INTERNAL:
+            assert f"`STENCILPRESS_{field.upper()}`" in text, field
+
+
+def test_serve_offers_every_setting_of_the_engine() -> None:
+    assert set(ENGINE_OPTIONS) == set(EngineSettings.__struct_fields__) - INTERNAL
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineSettings)}
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name in ENGINE_OPTIONS:
+        row = next(line for line in text.splitlines() if f"`STENCILPRESS_{name.upper()}`" in line)
+        assert f"| {defaults[name]} |" in row, row
