@@ -54,7 +54,7 @@ async def plan_generation(
     route = await services.router.resolve(caller.tenant_id, request.model)
     limits = Limits.of(_welcome(services), services.settings.default_max_tokens)
     for prompt in prompts:
-        _check_vocabulary(prompt, limits.vocab_size, prompt_field)
+        _check_prompt(prompt, limits.vocab_size, prompt_field)
     choices = request.n or 1
     stop_ids = stop_ids_of(request, limits)
     submits = [
@@ -175,8 +175,10 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
     return Answer(services.engine, stream, index, rules)
 
 
-def _check_vocabulary(prompt: Sequence[int], vocab_size: int, field: str) -> None:
-    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+def _check_prompt(prompt: Sequence[int], vocab_size: int, field: str) -> None:
+    if not prompt:
+        raise InvalidRequestError(f"Invalid value for '{field}': the prompt is empty.", param=field)
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         raise InvalidRequestError(
             f"Invalid value for '{field}': token ids are between 0 and {vocab_size - 1}.", param=field
         )

@@ -6,6 +6,7 @@ plain concatenation of the messages' contents; the fake engine echoes the prompt
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import AsyncIterator
@@ -82,7 +83,7 @@ class Gateway:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         """POST JSON (or bytes) and read the answer as JSON."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self.key}", **options.pop("headers", {})}
         async with self.http.post(f"{self.url}{path}", data=data, headers=headers, **options) as response:
             return response.status, await response.json(content_type=None)
@@ -98,6 +99,7 @@ async def running_gateway(
 ) -> AsyncIterator[Gateway]:
     """Everything of one gateway in this process; the engine in a thread."""
     options = options or Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=512)
+    folder.mkdir(parents=True, exist_ok=True)
     model_dir = build_model(folder / "model", template)
     url, engine_socket = f"sqlite:///{folder / 'catalog.db'}", folder / "engine.sock"
     gateway_settings = GatewaySettings(
