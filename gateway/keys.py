@@ -61,6 +61,8 @@ async def issue_key(db: Database, tenant: str, label: str = "", expires_at: date
     """
     if len(label) > MAX_LABEL_CHARS:
         raise InvalidRequestError(f"label: {len(label)} characters are more than {MAX_LABEL_CHARS}", param="label")
+    if not label.isprintable():
+        raise InvalidRequestError("label: control characters are not allowed", param="label")
     public_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_PUBLIC_CHARS))
     secret = "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET_CHARS))
     key = Key(public_id, tenant, label, secret[-4:], datetime.now(UTC), expires_at, None)

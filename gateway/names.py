@@ -49,6 +49,11 @@ class ModelRef:
     alias: str = DEFAULT_ALIAS
 
 
+def is_name(text: str) -> bool:
+    """Whether a tenant or adapter could have this name; a database is never asked for one that nothing can have."""
+    return _NAME.fullmatch(text) is not None
+
+
 def check_tenant_name(name: str) -> str:
     """Return ``name``; raises :class:`InvalidRequestError` if it is not one."""
     return _checked("tenant", name, _NAME, _NAME_RULE)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused (stderr says why; intake's findings one a line), 2
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +83,8 @@ def serve(
     Options can also be set by variables: --max-loras by STENCILPRESS_MAX_LORAS.
     """
     from stencilpress.demo import banner
+    from stencilpress.gateway.blobs import StorageFullError
+    from stencilpress.gateway.intake import IntakeError
     from stencilpress.supervisor import ServeError, ServeSettings, run
 
     given = {PREFIX + name.upper(): value for name, value in engine.items() if value is not None}
@@ -91,11 +94,12 @@ def serve(
     settings = read_settings(EngineSettings, environment)  # a bad value is refused before a long download
     base = _bring_in(place, model, base_id)
     environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
-    visitor = asyncio.run(_prepare(place, base, settings, demo))
     serving = ServeSettings(data_dir=place.data.root, host=host, port=port, gateways=gateways, environment=environment)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
+        visitor = asyncio.run(_prepare(place, base, settings, demo))
         run(serving, lambda url: click.echo(banner(url, base, visitor)))
-    except ServeError as error:
+    except (ServeError, IntakeError, StorageFullError) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -74,12 +74,15 @@ class Commands(click.Group):
 def refusals_told() -> Iterator[None]:
     """Turn what our own code refuses into what click prints; intake's findings stand one a line."""
     from stencilpress.engine.spec import SpecError
-    from stencilpress.gateway.errors import ApiError, InvalidAdapterError
+    from stencilpress.gateway.errors import ApiError, InvalidAdapterError, UnavailableError
 
     try:
         yield
     except InvalidAdapterError as error:
         raise click.ClickException("\n  ".join([error.message, *error.findings])) from error
+    except UnavailableError as error:
+        cause = getattr(error.__cause__, "orig", error.__cause__)  # the driver's own words
+        raise click.ClickException(f"{error} ({str(cause).partition(chr(10))[0]})") from error
     except (ApiError, DataFolderError, SpecError) as error:
         raise click.ClickException(str(error)) from error
     except SettingsError as error:

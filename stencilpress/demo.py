@@ -23,7 +23,7 @@ from stencilpress.gateway.catalog.records import Adapter, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
 from stencilpress.gateway.enrol import FILES, Enrolment
-from stencilpress.gateway.errors import AuthenticationError, ConflictError
+from stencilpress.gateway.errors import AuthenticationError, ConflictError, InvalidAdapterError
 from stencilpress.gateway.keys import KeyRing, issue_key
 
 TENANT = "demo"
@@ -59,7 +59,10 @@ async def enrol_demo(
     for folder in shipped_adapters():
         if declared_base(folder) in base.ids and not await _is_enrolled(blobs, present.get(folder.name), folder):
             say(f"enrolling the demo adapter {folder.name}")
-            await enrolment.add_folder(folder, folder.name, tenant.id, tenant.limits, promote=True)
+            try:
+                await enrolment.add_folder(folder, folder.name, tenant.id, tenant.limits, promote=True)
+            except InvalidAdapterError as error:  # an operator's limits may be below a shipped rank
+                say(f"  left out: {'; '.join(error.findings)}")
     adapters = await list_adapters(db, tenant.id)
     return Demo(key, tuple(adapter.name for adapter in adapters if _serves(adapter, base)))
 

@@ -16,7 +16,7 @@ from stencilpress.gateway.catalog.records import Adapter, AddedVersion, NewVersi
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import to_limits
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
-from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, check_alias_name
+from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, check_alias_name, is_name
 
 
 async def add_version(
@@ -64,12 +64,14 @@ def check_limits(new: NewVersion, limits: TenantLimits) -> None:
 async def promote(db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS) -> Version:
     """Point an alias at a version; requests that start from now on follow it.
 
-    Raises :class:`InvalidRequestError` for the alias, :class:`NotFoundError` for an adapter or version.
+    Raises :class:`InvalidRequestError` for the alias, :class:`NotFoundError` for an adapter or version,
+    :class:`ConflictError` for a disabled tenant.
     """
     check_alias_name(alias)
     query = _versions_of(tenant_id, name).where(VersionRow.number == number)
     async with db.write() as session:
-        row = await session.scalar(query)
+        await _locked_tenant(session, tenant_id)
+        row = await session.scalar(query) if is_name(name) else None
         if row is None:
             raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
         await _point(session, row.adapter_id, alias, number)
@@ -88,7 +90,7 @@ async def find_version(
             AliasRow, (AliasRow.adapter_id == VersionRow.adapter_id) & (AliasRow.version == VersionRow.number)
         ).where(AliasRow.name == alias)
     async with db.read() as session:
-        row = await session.scalar(query)
+        row = await session.scalar(query) if is_name(name) else None
     return None if row is None else _to_version(row, name)
 
 
@@ -107,8 +109,9 @@ async def list_digests(db: Database, base_id: str) -> frozenset[str]:
 
 async def get_adapter(db: Database, tenant_id: int, name: str) -> Adapter:
     """Raises :class:`NotFoundError`, also for another tenant's."""
+    query = _adapters_of(tenant_id).where(AdapterRow.name == name)
     async with db.read() as session:
-        row = await session.scalar(_adapters_of(tenant_id).where(AdapterRow.name == name))
+        row = await session.scalar(query) if is_name(name) else None
     if row is None:
         raise NotFoundError(f"name: adapter {name!r} does not exist", param="name")
     return _to_adapter(row)

@@ -71,7 +71,7 @@ async def revoke_key(db: Database, public_id: str, tenant: str | None = None) ->
     if tenant is not None:
         query = query.where(TenantRow.name == tenant)
     async with db.write() as session:
-        found = (await session.execute(query)).one_or_none()
+        found = (await session.execute(query)).one_or_none() if public_id.isalnum() else None
         if found is None:
             raise NotFoundError(f"key: {public_id!r} does not exist", param="key")
         row, owner = found

@@ -13,7 +13,7 @@ from stencilpress.gateway.catalog.models import TenantRow
 from stencilpress.gateway.catalog.records import Tenant, TenantLimits
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
-from stencilpress.gateway.names import check_tenant_name
+from stencilpress.gateway.names import check_tenant_name, is_name
 
 SALT_BYTES = 32
 MAX_COUNT = 2**31 - 1
@@ -65,7 +65,7 @@ async def disable_tenant(db: Database, name: str) -> Tenant:
 
 async def tenant_row(session: AsyncSession, name: str) -> TenantRow:
     """Raises :class:`NotFoundError`; a malformed name is one that does not exist."""
-    row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if "\0" not in name else None
+    row = await session.scalar(select(TenantRow).where(TenantRow.name == name)) if is_name(name) else None
     if row is None:
         raise NotFoundError(f"tenant: {name!r} does not exist", param="tenant")
     return row

@@ -147,13 +147,17 @@ def test_a_key_is_shown_once(cli: Cli, data: Path) -> None:
         (["adapter", "add", ".", "--tenant", "acme", "--name", "helper"], "no base model in the data folder"),
         (["migrate", "--to", "9999"], "Error: schema revision '9999' is unknown; known: base, 0001"),
         (["pull", "nothing"], "'nothing' is neither"),
-        (["tenant", "list", "--database-url", "postgresql://nobody@127.0.0.1:1/x"], "The catalog is not available"),
+        (
+            ["tenant", "list", "--database-url", "postgresql://nobody:hush@127.0.0.1:1/x"],
+            "The catalog is not available",
+        ),
     ],
 )
 def test_a_refusal_is_one_clear_line_and_exit_code_1(cli: Cli, arguments: list[str], message: str) -> None:
     result = cli(*arguments, code=1)
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+    assert "hush" not in result.stderr
     assert result.stdout == ""
 
 
@@ -281,6 +285,18 @@ def test_a_tenants_limits_name_field_and_limit(cli: Cli, base_folder: Path, adap
     assert "max_adapters is 0" in refusal("none")
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_the_catalog_may_be_in_postgresql(
+    stocked: Cli, adapters: Path, data: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STENCILPRESS_DATABASE_URL", database_url)
+    assert rows(stocked("tenant", "list", "--json")) == []
+    stocked("tenant", "add", "zoo")
+    stocked("key", "create", "zoo")
+    assert stocked("adapter", "add", adapters / "helper", "--tenant", "zoo", "--name", "helper").exit_code == 0
+    assert [row["version"] for row in rows(stocked("adapter", "list", "--tenant", "zoo", "--json"))] == ["helper@1"]
+
+
 def test_the_bases_names_are_taken(stocked: Cli, adapters: Path) -> None:
     for name in ("base", "tiny-llama"):
         refused = stocked("adapter", "add", adapters / "helper", "--tenant", "acme", "--name", name, code=1)
@@ -379,6 +395,17 @@ def test_a_disabled_demo_tenant_stays_disabled(press: Press) -> None:
     asyncio.run(press.enrol())
     asyncio.run(disable_tenant(press.db, "demo"))
     assert asyncio.run(press.enrol()) is None
+
+
+def test_a_demo_adapter_over_the_engines_rank_is_left_out(press: Press) -> None:
+    asyncio.run(ensure_schema(press.db))
+    enrolment = Enrolment(press.db, press.blobs, press.base.folder, press.base.names, dtype="auto", max_rank=4)
+    key_file = press.data.demo_key
+    enrolled = demo.enrol_demo(press.db, press.blobs, enrolment, press.base, key_file, press.said.append)
+    visitor = asyncio.run(enrolled)
+    assert visitor is not None
+    assert visitor.adapters == ("helper",)
+    assert re.search(r"left out: .*rank.* 4\b", press.said[-1])
 
 
 def test_images_are_made_anew_for_another_dtype(press: Press) -> None:

@@ -63,7 +63,17 @@ async def test_a_tenant_is_created_found_listed_and_disabled(db: Database) -> No
 async def test_tenant_names_are_unique_and_case_matters(db: Database, tenant: Tenant) -> None:
     with pytest.raises(ConflictError):
         await create_tenant(db, "acme")
-    for name in ("Acme", "acme ", "acme%", "' OR '1'='1", "acme'; DROP TABLE tenants; --", "acme\0", "", "x" * 10_000):
+    for name in (
+        "Acme",
+        "acme ",
+        "\ud800",
+        "acme%",
+        "' OR '1'='1",
+        "acme'; DROP TABLE tenants; --",
+        "acme\0",
+        "",
+        "x" * 10_000,
+    ):
         with pytest.raises(NotFoundError):
             await get_tenant(db, name)
         with pytest.raises(InvalidRequestError):
@@ -216,6 +226,23 @@ async def test_promotion_finds_only_own_versions(db: Database, tenant: Tenant) -
         await promote(db, tenant.id, "helper", 1, "3")
     with pytest.raises(NotFoundError):
         await get_adapter(db, other.id, "helper")
+
+
+async def test_twenty_promotions_at_once_all_succeed(db: Database, tenant: Tenant) -> None:
+    for content in range(1, 5):
+        await add(db, tenant, content)
+    numbers = [1 + i % 4 for i in range(20)]
+    await asyncio.gather(*(promote(db, tenant.id, "helper", number, "canary") for number in numbers))
+    assert (await get_adapter(db, tenant.id, "helper")).aliases["canary"] in numbers
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "' OR '1'='1", "helper%", "Helper", "x" * 1_000_000])
+async def test_a_name_that_nothing_can_have_is_not_found(db: Database, tenant: Tenant, name: str) -> None:
+    await add(db, tenant, 1)
+    assert await find_version(db, tenant.id, name, number=1) is None
+    for search in (get_adapter(db, tenant.id, name), promote(db, tenant.id, name, 1), get_tenant(db, name)):
+        with pytest.raises(NotFoundError):
+            await search
 
 
 async def test_the_schema_itself_refuses_impossible_rows(db: Database, tenant: Tenant) -> None:

@@ -179,6 +179,12 @@ async def test_keys_are_refused_for_unknown_and_disabled_tenants_and_long_labels
     await create_tenant(db, "acme")
     with pytest.raises(InvalidRequestError, match="label: 101 characters are more than 100"):
         await issue_key(db, "acme", "x" * 101)
+    for label in ("a\0", "a\n", "\ud800"):
+        with pytest.raises(InvalidRequestError, match="label: control characters"):
+            await issue_key(db, "acme", label)
+    for public_id in ("a\0", "", "' OR '1'='1"):
+        with pytest.raises(NotFoundError):
+            await revoke_key(db, public_id)
     await disable_tenant(db, "acme")
     with pytest.raises(ConflictError):
         await issue_key(db, "acme")
