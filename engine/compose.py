@@ -1,0 +1,61 @@
+"""The composition root of an engine process: settings and a model folder in, a worker that is ready to run out."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import torch
+
+from stencilpress.engine.limits import derive_limits
+from stencilpress.engine.link import Link
+from stencilpress.engine.loader import Loader
+from stencilpress.engine.memory import allocate_pool
+from stencilpress.engine.messages import PROTOCOL_VERSION, Welcome
+from stencilpress.engine.model.llama import Decoder
+from stencilpress.engine.model.weights import load_weights
+from stencilpress.engine.pool import Pool
+from stencilpress.engine.residency import Residency
+from stencilpress.engine.runner import Runner
+from stencilpress.engine.scheduler import Scheduler
+from stencilpress.engine.settings import EngineSettings
+from stencilpress.engine.spec import ModelSpec, page_geometry
+from stencilpress.engine.worker import Worker
+
+
+def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) -> Worker:
+    """Load the weights, allocate the pool and wire the parts.
+
+    Raises ``WeightsError``, ``SettingsError`` or ``MemoryError`` for what this device cannot serve.
+    """
+    device = _device(settings)
+    geometry = page_geometry(spec, settings.max_lora_rank)
+    limits = derive_limits(settings, spec, geometry)
+    decoder = Decoder(spec, load_weights(Path(settings.model_dir), spec, device), limits.max_model_len)
+    memory = allocate_pool(spec, geometry, settings, device)
+    link = Link(listener, _welcome(settings, spec, limits.max_model_len))
+    loader = Loader(Path(settings.adapters_dir), spec, memory, settings.max_lora_rank, link.wake)
+    pool = Pool(memory.num_pages)
+    residency = Residency(pool, max_cpu_loras=settings.max_cpu_loras, max_prefetched=settings.max_loras)
+    scheduler = Scheduler(limits, pool, residency)
+    runner = Runner(decoder, memory, loader.adapter)
+    return Worker(scheduler, residency, loader, runner, link)
+
+
+def _device(settings: EngineSettings) -> torch.device:
+    if settings.device != "auto":
+        return torch.device(settings.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _welcome(settings: EngineSettings, spec: ModelSpec, max_model_len: int) -> Welcome:
+    return Welcome(
+        version=PROTOCOL_VERSION,
+        generation=settings.generation,
+        base_id=spec.base_id,
+        spec_fingerprint=spec.fingerprint(),
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        max_lora_rank=settings.max_lora_rank,
+        eos_ids=spec.eos_ids,
+    )
