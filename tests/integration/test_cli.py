@@ -8,12 +8,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +458,52 @@ def test_the_banner_shows_address_key_models_and_the_command(base_folder: Path) 
     assert "tiny  helper  poet" in shown
     assert demo.curl("http://h:1", "sp_key", "poet") in shown.splitlines()
     assert "curl" not in demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), None)
+
+
+# The whole
+
+
+@contextmanager
+def serving(base: Path) -> Iterator[list[str]]:
+    """A real server of the tiny base on a free port; what it printed up to the command to paste."""
+    options = ["--model", str(base), "--base-id", BASE_ID, "--port", "0", "--threads", "1"]
+    command = [sys.executable, "-m", "stencilpress.cli", "serve", *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            lines = []
+            for line in process.stdout:
+                lines.append(line.rstrip())
+                if line.startswith("curl "):
+                    break
+            yield lines
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def paste(line: str) -> str:
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+def test_serve_prints_a_command_that_works_and_the_same_key_again(
+    cli: Cli, data: Path, base_folder: Path, adapters: Path
+) -> None:
+    with serving(base_folder) as first:
+        assert first[-1].startswith("curl -N http://127.0.0.1:")
+        events = paste(first[-1]).split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        assert json.loads(events[0].removeprefix("data: "))["model"] == BASE_ID
+        assert "already" in cli("serve", "--model", BASE_ID, "--port", "0", code=1).stderr
+        cli("adapter", "add", adapters / "helper", "--tenant", "demo", "--name", "helper")
+        answer = paste(first[-1].replace(f'"{BASE_ID}"', '"helper"'))
+        assert json.loads(answer.split("\n\n")[0].removeprefix("data: "))["model"] == "helper@1"
+    with serving(base_folder) as second:
+        assert "helper" in second[1].split()
+        assert second[2] == first[2], "the demo key"
+        assert "helper@1" in paste(second[-1])
 
 
 # Documentation
