@@ -13,7 +13,7 @@ PATIENCE_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``eos_ids`` end every text, as a request's own stop ids do."""
+    """What the scheduler needs to know. A text ends with the request's own stop ids: the gateway puts EOS among them."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -22,7 +22,6 @@ class Limits:
     max_model_len: int
     page_tokens: int
     vocab_size: int
-    eos_ids: tuple[int, ...] = ()
     patience_steps: int = PATIENCE_STEPS
 
     @property
@@ -45,5 +44,4 @@ def derive_limits(settings: EngineSettings, spec: ModelSpec, geometry: PageGeome
         max_model_len=min(settings.max_model_len or spec.max_position, spec.max_position),
         page_tokens=geometry.page_tokens,
         vocab_size=spec.vocab_size,
-        eos_ids=spec.eos_ids,
     )

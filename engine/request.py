@@ -74,7 +74,7 @@ class Request:
 
     def rise(self) -> tuple[Page, ...]:
         """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
-        pages, self.pages, self.slot, self.computed = self.pages, (), -1, 0
+        pages, self.pages, self.slot = self.pages, (), -1
         return pages
 
     def chunk(self, count: int) -> Chunk:

@@ -91,7 +91,6 @@ class Scheduler:
         except ValueError:
             prompt = []
         self._arrivals += 1
-        stop_ids = frozenset((*submit.stop_ids, *self._limits.eos_ids))
         request = Request(
             key=key,
             arrival=self._arrivals,
@@ -100,7 +99,7 @@ class Scheduler:
             prompt_len=len(prompt),
             max_tokens=submit.max_tokens,
             sampling=submit.sampling,
-            stop_ids=stop_ids,
+            stop_ids=frozenset(submit.stop_ids),
         )
         refusal = self._refuse_new(request)
         self._requests[key] = request
@@ -309,7 +308,7 @@ class Scheduler:
             elif self._grow(request):
                 batch.add(request, 1)
         for request in prefills:
-            if request.seated and batch.budget:
+            if batch.budget:
                 batch.add(request, min(batch.budget, len(request.history) - request.computed))
 
     def _plan_newcomers(self, batch: _Batch) -> None:

@@ -70,7 +70,9 @@ class Device:
 
     def _run_segment(self, adapter: str | None, chunks: Sequence[Chunk]) -> Iterator[Sampled]:
         if adapter is not None:
-            assert all(self.memory[page] == adapter for page in self.adapters[adapter]), "an adapter in use was overwritten"
+            assert all(self.memory[page] == adapter for page in self.adapters[adapter]), (
+                "an adapter in use was overwritten"
+            )
         lengths = [len(chunk.tokens) for chunk in chunks]
         assert chunks
         assert lengths == sorted(lengths, key=lambda length: length > 1), "a prefill precedes a decode"
@@ -83,7 +85,7 @@ class Device:
                 yield Sampled(chunk.key, next_token(adapter, history))
 
     def _write(self, adapter: str | None, chunk: Chunk) -> None:
-        assert 0 < len(chunk.tokens)
+        assert len(chunk.tokens) > 0
         assert chunk.start + len(chunk.tokens) <= len(chunk.pages) * self.page_tokens
         for position, token in enumerate(chunk.tokens, chunk.start):
             page = chunk.pages[position // self.page_tokens]
@@ -197,7 +199,9 @@ class Engine:
         self.scheduler.add(key, submit)
         return client
 
-    def step(self, *, load_speed: int = 100, in_flight: Sequence[RequestKey] = (), fails: bool = False) -> StepPlan | None:
+    def step(
+        self, *, load_speed: int = 100, in_flight: Sequence[RequestKey] = (), fails: bool = False
+    ) -> StepPlan | None:
         """One turn of the worker's loop; ``in_flight`` requests are aborted while the device computes."""
         self.steps += 1
         self.now_s += 0.02
@@ -216,6 +220,8 @@ class Engine:
                 self.scheduler.commit(plan, self.device.run(plan))
         self.deliver()
         self.scheduler.check()
+        if plan is None and not self.loader.orders:
+            assert {key[0] for key in self.live} <= self.parked, "nothing runs, nothing loads, and somebody waits"
         return plan
 
     def deliver(self) -> None:
@@ -229,6 +235,8 @@ class Engine:
         while not self.scheduler.idle:
             assert self.steps - start < limit, f"still live: {sorted(self.live)}"
             self.step()
+        self.deliver()
+        assert not self.live
         return self.steps - start
 
     def _check_plan(self, plan: StepPlan | None) -> None:
@@ -286,23 +294,22 @@ class Storm:
         )
         self.engine = Engine(
             limits,
-            pages=draw(6, 80),
-            needs={digest: draw(1, 12) for digest in self.digests},
+            pages=draw(10, 80),
+            needs={digest: draw(1, 9) for digest in self.digests},
             max_cpu_loras=draw(1, 6),
         )
         self.rate = self.random.choice((0.05, 0.3, 1.0))
         self.last_id = 0
 
     def run(self, steps: int) -> Engine:
-        """So many stormy steps, then calm until every request has ended."""
+        """So many stormy steps, then calm until every request has ended. The pool's books are checked after each."""
         for _ in range(steps):
             self._events()
             live = sorted(self.engine.live)
-            chance = self.random.random()
             self.engine.step(
                 load_speed=self.random.choice((0, 0, 1, 3)),
-                in_flight=self.random.sample(live, min(len(live), 2)) if chance < 0.05 else (),
-                fails=chance > 0.99,
+                in_flight=self.random.sample(live, min(len(live), 2)) if self.random.random() < 0.05 else (),
+                fails=self.random.random() < 0.01,
             )
         for connection in list(self.engine.parked):
             self._unpark(connection)
