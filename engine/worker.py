@@ -1,0 +1,188 @@
+"""The loop of an engine: drain, plan, load, run, report."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from stencilpress.engine.link import Closed, Link, Received
+from stencilpress.engine.messages import Abort, AskStats, Ensure, Ensured, FromEngine, Submit
+from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Sampled, StepPlan
+from stencilpress.engine.residency import Residency
+from stencilpress.engine.scheduler import Scheduler
+
+IDLE_POLL_S = 1.0
+"""Longest sleep with nothing to run. Messages and finished loads end it; it only bounds how late housekeeping is."""
+MAX_HELD = 1024
+"""Messages kept for a gateway whose reply ring is full. One that provokes more without reading is dropped."""
+MAX_ENSURES = 256
+MAX_FAILED_STEPS = 8
+"""Steps failing in a row after which the device is given up: the supervisor starts a fresh process."""
+
+logger = logging.getLogger(__name__)
+
+
+class Loads(Protocol):
+    """The part of engine/loader.py that the loop uses."""
+
+    def submit(self, order: LoadOrder) -> None: ...
+    def results(self) -> Sequence[LoadResult]: ...
+
+
+class Runs(Protocol):
+    """The part of engine/runner.py that the loop uses."""
+
+    def run(self, plan: StepPlan) -> Sequence[Sampled]: ...
+
+
+class DeviceLostError(RuntimeError):
+    """Too many steps failed in a row."""
+
+
+class Worker:
+    """Drives the parts of one engine. :meth:`stop` alone may be called from elsewhere (a signal handler, a thread)."""
+
+    def __init__(self, scheduler: Scheduler, residency: Residency, loader: Loads, runner: Runs, link: Link) -> None:
+        self._scheduler = scheduler
+        self._residency = residency
+        self._loader = loader
+        self._runner = runner
+        self._link = link
+        self._held: dict[int, deque[FromEngine]] = {}
+        self._ensures: dict[str, list[tuple[int, int]]] = {}
+        self._failed_steps = 0
+        self._resting = False
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`, then end every request with its terminal message and close the link.
+
+        Raises :class:`DeviceLostError`, and whatever a bug in the policy raises: then the process should end.
+        """
+        try:
+            while not self._stopping:
+                self.step()
+            self._end_all()
+        finally:
+            self._link.close()
+
+    def stop(self) -> None:
+        """Finish the step at hand, then end."""
+        self._stopping = True
+        self._link.wake()
+
+    def step(self) -> None:
+        """One turn of the loop. Sleeps in the drain if there was nothing to run last time."""
+        self._drain()
+        plan = self._scheduler.plan()
+        self._load()
+        if plan is None:
+            self._rest()
+        else:
+            self._run(plan)
+        self._report()
+
+    # Drain
+
+    def _drain(self) -> None:
+        for event in self._link.poll(IDLE_POLL_S if self._resting else 0.0):
+            if isinstance(event, Closed):
+                self._forget(event)
+            else:
+                self._take(event)
+        for result in self._loader.results():
+            self._scheduler.loaded(result)
+            if isinstance(result, Fetched):
+                for connection, ask in self._ensures.pop(result.digest, ()):
+                    self._send(connection, Ensured(ask, result.error))
+        self._send_held()
+
+    def _take(self, event: Received) -> None:
+        connection, message = event.connection, event.message
+        if isinstance(message, Submit):
+            try:
+                self._scheduler.add((connection, message.id), message)
+            except ValueError as error:
+                self._link.drop(connection, str(error))
+        elif isinstance(message, Abort):
+            self._scheduler.abort((connection, message.id))
+        elif isinstance(message, Ensure):
+            self._ensure(connection, message)
+        elif isinstance(message, AskStats):
+            self._send(connection, self._scheduler.stats(message.id))
+
+    def _ensure(self, connection: int, ask: Ensure) -> None:
+        failure = self._residency.failure(ask.adapter)
+        if failure or self._residency.sound(ask.adapter):
+            self._send(connection, Ensured(ask.id, failure))
+        elif sum(map(len, self._ensures.values())) >= MAX_ENSURES:
+            self._send(connection, Ensured(ask.id, f"overloaded: {MAX_ENSURES} adapters wait to be checked"))
+        else:
+            self._ensures.setdefault(ask.adapter, []).append((connection, ask.id))
+            self._scheduler.check_adapter(ask.adapter)
+
+    def _forget(self, event: Closed) -> None:
+        self._scheduler.abort_connection(event.connection)
+        self._held.pop(event.connection, None)
+        for digest, asks in list(self._ensures.items()):
+            self._ensures[digest] = [ask for ask in asks if ask[0] != event.connection]
+
+    # Load, run
+
+    def _load(self) -> None:
+        for order in self._residency.take_orders():
+            self._loader.submit(order)
+
+    def _run(self, plan: StepPlan) -> None:
+        self._resting = False
+        try:
+            self._scheduler.commit(plan, self._runner.run(plan))
+            self._failed_steps = 0
+        except Exception as error:
+            logger.exception("step %d failed", plan.number)
+            self._scheduler.fail(plan, "the step that ran this request failed")
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise DeviceLostError(f"{MAX_FAILED_STEPS} steps failed in a row") from error
+
+    def _rest(self) -> None:
+        """Nothing to run: sleep in the next drain. The books are checked once each time the engine falls idle."""
+        if self._scheduler.idle and not self._resting:
+            self._scheduler.check()
+        self._resting = True
+
+    # Report
+
+    def _report(self) -> None:
+        for connection, step in self._scheduler.take_replies().items():
+            self._send(connection, step)
+
+    def _send(self, connection: int, message: FromEngine) -> None:
+        """Send, or keep the message behind those kept already and plan nothing more for that gateway."""
+        held = self._held.get(connection)
+        if held is None:
+            if self._link.send(connection, message):
+                return
+            held = self._held[connection] = deque()
+            self._scheduler.park(connection)
+        held.append(message)
+        if len(held) > MAX_HELD:
+            self._link.drop(connection, "it does not read its replies")
+
+    def _send_held(self) -> None:
+        for connection in [connection for connection in self._held if self._link.writable(connection)]:
+            held = self._held[connection]
+            while held and self._link.send(connection, held[0]):
+                held.popleft()
+            if not held:
+                del self._held[connection]
+                self._scheduler.unpark(connection)
+
+    def _end_all(self) -> None:
+        self._scheduler.abort_all()
+        self._report()
+        for asks in self._ensures.values():
+            for connection, ask in asks:
+                self._send(connection, Ensured(ask, "the engine is shutting down"))

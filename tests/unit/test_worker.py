@@ -1,0 +1,361 @@
+"""The loop behind the real link: gateways that are driven by hand, a virtual device and loader, no threads."""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from stencilpress.engine import worker as worker_module
+from stencilpress.engine.limits import Limits
+from stencilpress.engine.link import Link
+from stencilpress.engine.messages import (
+    Abort,
+    AskStats,
+    Ensure,
+    Ensured,
+    Finished,
+    FromEngine,
+    Sampling,
+    Stats,
+    Step,
+    Submit,
+    pack_tokens,
+)
+from stencilpress.engine.plan import DropOrder, LoadOrder, LoadResult, Sampled, StepPlan
+from stencilpress.engine.pool import Pool, PoolError
+from stencilpress.engine.residency import Residency
+from stencilpress.engine.scheduler import Scheduler
+from stencilpress.engine.worker import MAX_FAILED_STEPS, DeviceLostError, Worker
+from tests.fakes.engine import Options, listen
+from tests.fakes.peer import Peer
+from tests.unit.simulator import VOCAB, Device, Loader, expected_text
+
+TURNS = 5000
+
+
+class WakingLoader:
+    """The virtual loader behind the interface of the real one: answers wait for the next drain."""
+
+    def __init__(self, loader: Loader, wake: Callable[[], None]) -> None:
+        self.loader = loader
+        self._wake = wake
+        self._results: deque[LoadResult] = deque()
+
+    def submit(self, order: LoadOrder) -> None:
+        self.loader.orders.append(order)
+        self._results.extend(self.loader.work(1))
+        if not isinstance(order, DropOrder):
+            self._wake()
+
+    def results(self) -> list[LoadResult]:
+        results = list(self._results)
+        self._results.clear()
+        return results
+
+
+class FallibleDevice:
+    """The virtual device, which raises for a prompt that begins with 13 and forgets to draw for one with 14."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.on_run: Callable[[StepPlan], None] | None = None
+
+    def run(self, plan: StepPlan) -> Sequence[Sampled]:
+        if self.on_run is not None:
+            self.on_run(plan)
+        begins = {chunk.tokens[0] for segment in plan.segments for chunk in segment.chunks if chunk.start == 0}
+        if 13 in begins:
+            raise RuntimeError("device-side assert")
+        return [] if 14 in begins else self.device.run(plan)
+
+
+class Shop:
+    """An engine and its gateways."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        limits = Limits(
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            max_loras=2,
+            max_waiting=100,
+            max_model_len=2000,
+            page_tokens=16,
+            vocab_size=VOCAB,
+        )
+        self.pool = Pool(600)
+        self.link = Link(listen(path), Options().welcome())
+        self.residency = Residency(self.pool, max_cpu_loras=4, max_prefetched=2)
+        self.scheduler = Scheduler(limits, self.pool, self.residency)
+        device = Device(limits.page_tokens)
+        self.loader = WakingLoader(Loader(device, dict.fromkeys("ABC", 3)), self.link.wake)
+        self.device = FallibleDevice(device)
+        self.worker = Worker(self.scheduler, self.residency, self.loader, self.device, self.link)
+        self.peers: list[Gateway] = []
+
+    def gateway(self, **sizes: int) -> Gateway:
+        peer = Peer(self.path, **sizes)
+        peer.hello()
+        self.worker.step()  # accepts
+        self.worker.step()  # greets
+        peer.welcomed()
+        self.peers.append(Gateway(peer))
+        return self.peers[-1]
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Let the engine and every reading gateway take turns."""
+        for _ in range(TURNS):
+            for gateway in self.peers:
+                gateway.hear()
+            if done():
+                return
+            self.worker.step()
+        raise AssertionError("it does not come to pass")
+
+
+class Gateway:
+    """What one gateway has been told, request by request."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.reads = True
+        self.texts: dict[int, list[int]] = {}
+        self.finished: dict[int, Finished] = {}
+        self.answers: list[FromEngine] = []
+
+    def submit(self, id_: int, prompt: list[int], max_tokens: int, adapter: str = "") -> list[int]:
+        """Returns the text that must come."""
+        self.peer.send(Submit(id_, pack_tokens(prompt), adapter, max_tokens, Sampling()))
+        self.texts[id_] = []
+        return expected_text(adapter or None, prompt, max_tokens, ())
+
+    def hear(self) -> None:
+        for message in self.peer.receive() if self.reads else ():
+            if not isinstance(message, Step):
+                self.answers.append(message)
+                continue
+            for token in message.tokens:
+                assert token.id not in self.finished
+                self.texts[token.id].append(token.token)
+            for finished in message.finished:
+                assert finished.id not in self.finished
+                self.finished[finished.id] = finished
+
+    def ended(self, *ids: int) -> Callable[[], bool]:
+        return lambda: set(ids) <= set(self.finished)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path / "engine.sock")
+    yield shop
+    shop.scheduler.check()
+    shop.link.close()
+    for gateway in shop.peers:
+        gateway.peer.close()
+
+
+def test_base_and_adapters_are_served_to_several_gateways(shop: Shop) -> None:
+    first, second = shop.gateway(), shop.gateway()
+    expected = [
+        first.submit(1, [1, 2, 3], 9),
+        first.submit(2, [1, 2, 3], 9, "A"),
+        second.submit(1, [1, 2, 3], 9, "B"),
+    ]
+    shop.until(lambda: first.ended(1, 2)() and second.ended(1)())
+    assert [first.texts[1], first.texts[2], second.texts[1]] == expected
+    assert first.finished[2] == Finished(2, "length", 3, 9)
+
+
+def test_a_missing_adapter_is_the_requests_own_fault(shop: Shop) -> None:
+    shop.loader.loader.broken.add("A")
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 3, "A")
+    expected = gateway.submit(2, [1], 3)
+    shop.until(gateway.ended(1, 2))
+    assert (gateway.finished[1].code, gateway.finished[1].message) == ("adapter_unavailable", "no such file")
+    assert gateway.texts[2] == expected
+
+
+def test_an_abort_is_answered_and_the_rest_goes_on(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 1000)
+    expected = gateway.submit(2, [2], 20)
+    shop.until(lambda: bool(gateway.texts[1]))
+    gateway.peer.send(Abort(1))
+    gateway.peer.send(Abort(99))
+    shop.until(gateway.ended(1, 2))
+    assert gateway.finished[1].reason == "aborted"
+    assert gateway.finished[1].completion_tokens == len(gateway.texts[1])
+    assert gateway.texts[2] == expected
+
+
+def test_a_gateway_that_hangs_up_frees_its_pages(shop: Shop) -> None:
+    gateway, other = shop.gateway(), shop.gateway()
+    gateway.submit(1, [1], 1000, "A")
+    shop.until(lambda: bool(gateway.texts[1]))
+    shop.peers.remove(gateway)
+    gateway.peer.close()
+    expected = other.submit(1, [2], 5)
+    shop.until(other.ended(1))
+    assert other.texts[1] == expected
+    assert shop.scheduler.idle
+    assert shop.pool.kv == 0
+
+
+def test_ensure_answers_when_the_adapter_has_been_read(shop: Shop) -> None:
+    shop.loader.loader.broken.add("B")
+    gateway = shop.gateway()
+    for id_, adapter in enumerate("ABA", 1):
+        gateway.peer.send(Ensure(id_, adapter))
+    shop.until(lambda: len(gateway.answers) == 3)
+    assert sorted(gateway.answers, key=str) == [Ensured(1, ""), Ensured(2, "no such file"), Ensured(3, "")]
+    gateway.peer.send(Ensure(4, "A"))
+    gateway.peer.send(Ensure(5, "B"))
+    shop.until(lambda: len(gateway.answers) == 5)
+    assert gateway.answers[3:] == [Ensured(4, ""), Ensured(5, "no such file")]
+    assert shop.loader.loader.fetches == ["A", "B"]
+
+
+def test_ensures_beyond_the_bound_are_refused(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "MAX_ENSURES", 1)
+    gateway = shop.gateway()
+    gateway.peer.send(Ensure(1, "A"))
+    gateway.peer.send(Ensure(2, "B"))
+    shop.until(lambda: len(gateway.answers) == 2)
+    assert [(answer.id, answer.error[:10]) for answer in gateway.answers if isinstance(answer, Ensured)] == [
+        (2, "overloaded"),
+        (1, ""),
+    ]
+
+
+def test_stats_tell_what_runs(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [1, 2], 1000)
+    shop.until(lambda: len(gateway.texts[1]) > 3)
+    gateway.peer.send(AskStats(7))
+    shop.until(lambda: bool(gateway.answers))
+    [stats] = gateway.answers
+    assert isinstance(stats, Stats)
+    assert (stats.id, stats.running, stats.waiting, stats.prompt_tokens) == (7, 1, 0, 2)
+    assert stats.pages_free + stats.pages_kv + stats.pages_adapter == stats.pages_total == 600
+
+
+def test_a_step_that_raises_ends_its_requests_alone(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [13], 5)
+    shop.until(gateway.ended(1))
+    assert (gateway.finished[1].reason, gateway.finished[1].code) == ("error", "internal")
+    assert "device-side assert" in caplog.text
+    expected = gateway.submit(2, [1], 5)
+    shop.until(gateway.ended(2))
+    assert gateway.texts[2] == expected
+
+
+def test_a_runner_that_answers_wrongly_is_a_failed_step(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [14], 5)
+    shop.until(gateway.ended(1))
+    assert gateway.finished[1].code == "internal"
+    assert "do not match" in caplog.text
+    gateway.submit(2, [1], 5)
+    shop.until(gateway.ended(2))
+    assert gateway.finished[2].reason == "length"
+
+
+def test_a_device_that_fails_every_step_is_given_up(shop: Shop) -> None:
+    gateway = shop.gateway()
+    for id_ in range(MAX_FAILED_STEPS - 1):
+        gateway.submit(id_, [13], 5)
+        shop.until(gateway.ended(id_))
+    gateway.submit(MAX_FAILED_STEPS, [13], 5)
+    with pytest.raises(DeviceLostError):
+        shop.until(gateway.ended(MAX_FAILED_STEPS))
+
+
+def test_failures_of_single_requests_never_add_up(shop: Shop) -> None:
+    gateway = shop.gateway()
+    for id_ in range(2 * MAX_FAILED_STEPS):
+        gateway.submit(id_, [13 * (id_ % 2)], 2)
+        shop.until(gateway.ended(id_))
+
+
+def test_a_full_reply_ring_stalls_its_own_gateway_and_loses_nothing(shop: Shop) -> None:
+    slow, fast = shop.gateway(), shop.gateway(reply_bytes=1 << 20)
+    slow.reads = False
+    expected = [slow.submit(1, [1, 2], 700), slow.submit(2, [3], 700, "A")]
+    longer = fast.submit(1, [4], 1000)
+    shop.until(fast.ended(1))
+    assert fast.texts[1] == longer
+    assert shop.scheduler.stats(0).running == 2, "they keep their seats, for nobody waits"
+    slow.reads = True
+    shop.until(slow.ended(1, 2))
+    assert [slow.texts[1], slow.texts[2]] == expected
+
+
+def test_a_gateway_that_only_talks_is_dropped(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "MAX_HELD", 20)
+    deaf, other = shop.gateway(), shop.gateway()
+    deaf.reads = False
+    for id_ in range(600):
+        deaf.peer.send(AskStats(id_))
+        shop.worker.step()
+        if len(shop.link._connections) == 1:
+            break
+    expected = other.submit(1, [4], 9)
+    shop.until(other.ended(1))
+    assert other.texts[1] == expected
+    assert not shop.worker._held
+    assert len(shop.link._connections) == 1
+
+
+def test_an_id_used_twice_drops_the_gateway(shop: Shop) -> None:
+    gateway, other = shop.gateway(), shop.gateway()
+    gateway.submit(1, [1], 1000)
+    gateway.submit(1, [1], 1000)
+    expected = other.submit(1, [4], 9)
+    shop.until(other.ended(1))
+    assert other.texts[1] == expected
+    assert len(shop.link._connections) == 1
+    assert shop.pool.kv == 0
+
+
+def test_stopping_finishes_the_step_and_ends_every_request(shop: Shop) -> None:
+    """SIGTERM comes while the device computes."""
+    gateway = shop.gateway()
+    expected = gateway.submit(1, [1], 1000)
+    gateway.peer.send(Ensure(5, "C"))
+    shop.device.on_run = lambda plan: signal.raise_signal(signal.SIGTERM) if plan.number == 3 else None
+    before = signal.signal(signal.SIGTERM, lambda *_: shop.worker.stop())
+    try:
+        shop.worker.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    gateway.hear()
+    assert gateway.texts[1] == expected[:3]
+    assert gateway.finished[1] == Finished(1, "aborted", 1, 3)
+    assert shop.pool.kv == 0
+
+
+def test_stopping_answers_what_is_open(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = shop.gateway()
+    monkeypatch.setattr(shop.loader, "submit", lambda _: shop.worker.stop())
+    gateway.peer.send(Ensure(1, "A"))
+    shop.worker.run()
+    gateway.hear()
+    assert gateway.answers == [Ensured(1, "the engine is shutting down")]
+
+
+def test_the_books_are_checked_when_the_engine_falls_idle(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 2)
+    shop.until(gateway.ended(1))
+    shop.pool._free.append(shop.pool._free[0])
+    gateway.submit(2, [1], 2)
+    with pytest.raises(PoolError, match="free twice"):
+        shop.until(lambda: False)
+    shop.pool._free.pop()
