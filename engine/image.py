@@ -36,7 +36,6 @@ __all__ = [
     "Tensor",
     "adapter_digest",
     "build_image",
-    "encode_header",
     "image_name",
     "is_finite",
     "layout",

@@ -57,11 +57,6 @@ class BlobStore:
             raise ValueError("not a digest: expected 64 lower-case hexadecimal digits")
         return self.adapters / digest
 
-    def holds(self, digest: str) -> bool:
-        """Whether there is a blob: a real folder, not a link to one."""
-        folder = self.folder(digest)
-        return folder.is_dir() and not folder.is_symlink()
-
     async def clean(self) -> int:
         """Remove what uploads of dead processes left. Call it at start-up; returns how many there were."""
         return await asyncio.to_thread(self._clean)
