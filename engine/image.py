@@ -14,7 +14,6 @@ from stencilpress.engine.image_format import (
     ImageError,
     ImageHeader,
     Record,
-    encode_header,
     image_name,
     read_image,
 )
