@@ -25,6 +25,7 @@ from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
@@ -35,8 +36,8 @@ from stencilpress.gateway.tokenizer import ModelTokenizer
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
-CUT_OFF = 1
-"""Exit status after a shutdown that had to end streams."""
+FAILED = 1
+"""Exit status: the catalog did not answer at the start, or the shutdown had to cut off streams."""
 TOKENIZER_THREADS = 2
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
@@ -51,9 +52,9 @@ def main() -> int:
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
         return _run(settings)
-    except (SettingsError, SchemaError) as error:
+    except (SettingsError, SchemaError, UnavailableError) as error:
         print(f"stencilpress gateway: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
-        return BAD_SETTINGS
+        return FAILED if isinstance(error, UnavailableError) else BAD_SETTINGS
 
 
 def _run(settings: GatewaySettings) -> int:
@@ -80,13 +81,12 @@ async def _serve(settings: GatewaySettings) -> int:
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()
-    return 0 if clean else CUT_OFF
+    return 0 if clean else FAILED
 
 
 @asynccontextmanager
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
-    model_dir = Path(settings.model_dir)
-    names = base_ids(model_dir)
+    names, tokenizer = _read_model(Path(settings.model_dir))
     with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
         async with Database(settings.database_url) as db, EngineClient(Path(settings.engine_socket)) as engine:
             await check_schema(db)
@@ -96,7 +96,7 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
                 keys=KeyRing(db),
                 router=Router(db, BaseNames.of(names)),
                 engine=engine,
-                tokenizer=ModelTokenizer(model_dir),
+                tokenizer=tokenizer,
                 base_names=names,
                 metrics=Metrics(),
                 drain=Drain(),
@@ -104,6 +104,14 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
                 started_at=int(time.time()),
                 websockets=WeakSet(),
             )
+
+
+def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
+    """The base's names and its tokenizer. Raises :class:`SettingsError` for a folder that cannot be used."""
+    try:
+        return base_ids(model_dir), ModelTokenizer(model_dir)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"STENCILPRESS_MODEL_DIR: {error}") from error
 
 
 async def _shut_down(services: Services) -> bool:

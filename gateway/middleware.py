@@ -85,6 +85,7 @@ async def name_response(request: web.Request, response: web.StreamResponse) -> N
     response.headers["Server"] = "stencilpress"
     if request.app[SERVICES].drain.draining:
         response.force_close()
+        response.headers["Connection"] = "close"
 
 
 async def authenticate(request: web.Request) -> Principal:

@@ -20,6 +20,9 @@ HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx must not collect tokens
 }
+UNTIMED_BYTES = 16 << 10
+"""A write of this size to an empty buffer never waits, so it needs no timer: that is every write to a client
+that keeps up."""
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -123,8 +126,8 @@ class EventStream:
             async with self._starting:
                 await self._response.prepare(self._request)
         transport = self._request.transport
-        if transport is not None and not transport.get_write_buffer_size():
-            await self._response.write(data)  # the client keeps up: this does not wait, so it needs no timer
+        if transport is not None and not transport.get_write_buffer_size() and len(data) <= UNTIMED_BYTES:
+            await self._response.write(data)
             return
         async with self._cut_when_slow():
             await self._response.write(data)

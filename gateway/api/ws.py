@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -178,9 +179,10 @@ class ChatConnection:
         try:
             await self._answer(response, body, time.perf_counter())
         except ConnectionError:
-            await self._ws.close()
+            pass  # the client is gone, which the reader notices too
         except Exception as error:  # noqa: BLE001 - the outermost frame of a task: whatever it is, the client is told
-            await self._send_failure(response, to_api_error(error))
+            with suppress(ConnectionError):
+                await self._send_failure(response, to_api_error(error))
         finally:
             del self._responses[response.id]
 

@@ -1,0 +1,241 @@
+"""What happens when a side goes away, is slow, or sends too much: other streams go on, nothing leaks, no false end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.errors import UnavailableError
+from tests.fakes.engine import Options
+from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
+
+PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002)
+FAST = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, tokens_per_step=50)
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    async with running_gateway(tmp_path, PACED) as running:
+        yield running
+
+
+async def eventually(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not holds():  # noqa: ASYNC110 - what is awaited happens in another thread
+            await asyncio.sleep(0.005)
+
+
+async def open_stream(gateway: Gateway, **fields: Any) -> aiohttp.ClientResponse:
+    body = {"model": "pirate", "prompt": "abc", "stream": True, **fields}
+    headers = {"Authorization": f"Bearer {gateway.key}"}
+    return await gateway.http.post(f"{gateway.url}/v1/completions", json=body, headers=headers)
+
+
+async def next_event(response: aiohttp.ClientResponse) -> str:
+    line = await response.content.readline()
+    await response.content.readline()
+    return line.decode().removeprefix("data: ").strip()
+
+
+def sample(gateway: Gateway, metric: str) -> float | None:
+    return gateway.services.metrics.registry.get_sample_value(metric)
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"stop": ["zz"]}, {"logprobs": 1}])
+async def test_a_client_that_leaves_aborts_its_request(gateway: Gateway, fields: dict[str, Any]) -> None:
+    response = await open_stream(
+        gateway, max_tokens=50_000, **{"stop": ["zz"], **fields} if "stop" not in fields else {}
+    )
+    for _ in range(3):
+        await next_event(response)
+    response.close()
+    await eventually(lambda: len(gateway.engine.aborts) == fields.get("n", 1))
+    await eventually(lambda: sample(gateway, "stencilpress_answers_open") == 0)
+    counted = sample(gateway, "stencilpress_completion_tokens_total")
+    assert counted is not None
+    assert 0 < counted < 50_000
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_client_that_leaves_while_it_waits_aborts_its_request(gateway: Gateway, streamed: bool) -> None:
+    gateway.engine.pause()
+    task = asyncio.create_task(open_stream(gateway, max_tokens=10, stream=streamed))
+    await eventually(lambda: len(gateway.engine.submits) == 1)
+    task.cancel()
+    await eventually(lambda: len(gateway.engine.aborts) == 1)
+    gateway.engine.resume()
+    await eventually(lambda: sample(gateway, "stencilpress_answers_open") == 0)
+
+
+async def test_an_engine_that_dies_in_mid_stream_is_an_error_and_no_end(gateway: Gateway) -> None:
+    response = await open_stream(gateway, max_tokens=50_000)
+    await next_event(response)
+    gateway.engine.crash()
+    rest = (await response.content.read()).decode()
+    events = [event.removeprefix("data: ") for event in rest.strip().split("\n\n")]
+    assert json.loads(events[-1])["error"].keys() == {"message", "type", "param", "code"}
+    assert json.loads(events[-1])["error"]["code"] == "engine_lost"
+    assert "[DONE]" not in rest
+    assert all(json.loads(event)["choices"][0]["finish_reason"] is None for event in events[:-1])
+
+
+async def test_the_sdk_raises_when_the_engine_dies_in_mid_stream(gateway: Gateway) -> None:
+    api = await gateway.openai()
+    message: Any = {"role": "user", "content": "abc"}
+    stream = await api.chat.completions.create(model="base", messages=[message], max_tokens=50_000, stream=True)
+
+    async def read() -> None:
+        await anext(stream)
+        gateway.engine.crash()
+        async for chunk in stream:
+            assert chunk.choices[0].finish_reason is None
+
+    with pytest.raises(openai.APIError) as raised:
+        await read()
+    assert raised.value.code == "engine_lost"
+
+
+async def test_without_an_engine_requests_are_told_to_come_back(gateway: Gateway) -> None:
+    waiting = asyncio.create_task(
+        gateway.post("/v1/completions", {"model": "base", "prompt": "a", "max_tokens": 50_000})
+    )
+    await eventually(lambda: len(gateway.engine.submits) == 1)
+    gateway.engine.crash()
+    assert (await waiting)[0] == 503
+    await eventually(lambda: not gateway.services.engine.ready)
+    response = await open_stream(gateway)
+    assert response.status == 503
+    assert response.headers["Retry-After"] == "1"
+    assert (await response.json())["error"]["code"] == "engine_lost"
+    for path, status in [("/readyz", 503), ("/healthz", 200), ("/metrics", 200)]:
+        async with gateway.http.get(f"{gateway.url}{path}") as answer:
+            assert answer.status == status
+    assert sample(gateway, "stencilpress_engine_up") == 0
+
+
+async def test_27_megabytes_are_refused_while_a_stream_goes_on(gateway: Gateway) -> None:
+    stream = await open_stream(gateway, max_tokens=300)
+    seen = 0
+
+    async def upload() -> AsyncIterator[bytes]:
+        nonlocal seen
+        for _ in range(27):
+            yield b" " * (1 << 20)
+            assert '"text"' in await next_event(stream)  # the stream's tokens arrive between the pieces
+            seen += 1
+
+    headers = {"Authorization": f"Bearer {gateway.key}"}
+    async with gateway.http.post(f"{gateway.url}/v1/chat/completions", data=upload(), headers=headers) as response:
+        assert response.status == 413
+        assert (await response.json())["error"]["code"] == "request_too_large"
+    assert seen >= 4
+    rest = (await stream.content.read()).decode()
+    assert rest.endswith("data: [DONE]\n\n")
+    assert '"finish_reason":"length"' in rest
+
+
+async def test_a_large_prompt_is_tokenised_beside_the_streams(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, PACED, max_body_bytes=32 << 20) as gateway:
+        stream = await open_stream(gateway, max_tokens=50_000)
+        body = {"model": "base", "messages": [{"role": "user", "content": "a b " * 200_000}]}
+        refused = asyncio.create_task(gateway.post("/v1/chat/completions", body))
+        during = 0
+        while not refused.done():
+            assert '"text"' in await next_event(stream)
+            during += 1
+        stream.close()
+        status, answer = await refused
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "100000" in answer["error"]["message"]
+        assert during > 10
+
+
+async def test_a_client_that_does_not_read_is_cut_off_alone(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, FAST, write_limit_s=0.3) as gateway:
+        host, port = gateway.url.removeprefix("http://").split(":")
+        many = {"max_tokens": 99_000, "stream": True, "logprobs": True, "top_logprobs": 1}  # about 20 MB
+        body = json.dumps({"model": "base", "messages": [{"role": "user", "content": "abc"}], **many})
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {gateway.key}\r\n"
+        with socket.socket() as lazy:
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.connect((host, int(port)))
+            lazy.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            other = await open_stream(gateway, max_tokens=5000)
+            assert (await other.content.read()).decode().endswith("data: [DONE]\n\n")
+            await eventually(lambda: sample(gateway, "stencilpress_slow_clients_cut_total") == 1, limit_s=30)
+        await eventually(lambda: sample(gateway, "stencilpress_answers_open") == 0)
+
+
+async def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, PACED, body_limit_s=0.1) as gateway:
+        never = asyncio.Event()
+
+        async def stuck() -> AsyncIterator[bytes]:
+            yield b"{"
+            await never.wait()
+
+        headers = {"Authorization": f"Bearer {gateway.key}"}
+        async with gateway.http.post(f"{gateway.url}/v1/completions", data=stuck(), headers=headers) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "body_timeout"
+            never.set()
+
+
+async def test_draining_refuses_new_work_and_lets_streams_finish(gateway: Gateway) -> None:
+    running = await open_stream(gateway, max_tokens=100)
+    await next_event(running)
+    gateway.services.drain.begin()
+    refused = await open_stream(gateway)
+    assert refused.status == 503
+    assert refused.headers["Connection"] == "close"
+    async with gateway.http.get(f"{gateway.url}/readyz") as ready:
+        assert ready.status == 503
+    assert (await running.content.read()).decode().endswith("data: [DONE]\n\n")
+    assert await gateway.services.drain.idle(5)
+
+
+async def test_a_stream_that_outlives_the_drain_gets_an_error_event(gateway: Gateway) -> None:
+    running = await open_stream(gateway, max_tokens=50_000)
+    await next_event(running)
+    gateway.services.drain.begin()
+    assert not await gateway.services.drain.idle(0.05)
+    await gateway.services.engine.close()
+    last = (await running.content.read()).decode().strip().split("\n\n")[-1]
+    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert await gateway.services.drain.idle(5)
+
+
+async def test_a_drain_is_idle_when_nothing_runs() -> None:
+    drain = Drain()
+    with drain.answering():
+        assert not await drain.idle(0.001)
+    assert await drain.idle(0.001)
+    drain.begin()
+    with pytest.raises(UnavailableError), drain.answering():
+        pass
+
+
+async def test_ten_thousand_odd_bodies_do_not_disturb_a_stream(gateway: Gateway) -> None:
+    """Every field with every odd value, while one stream runs to its end."""
+    stream = await open_stream(gateway, max_tokens=300)
+    odd: list[Any] = [None, True, -1, 0, 1.5, 10**30, "", "x", "\u0000", [], [[]], {}, {"a": 1}, [None], ["x"] * 70]
+    fields = ["n", "stop", "seed", "tools", "top_p", "model", "prompt", "logprobs", "logit_bias", "stream_options"]
+    for path, base in [
+        ("/v1/completions", {"model": "base", "prompt": "ab", "max_tokens": 1}),
+        ("/v1/chat/completions", {"model": "base", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+    ]:
+        for field in [*fields, "messages", "metadata", "chat_template_kwargs"]:
+            answers = await asyncio.gather(*(gateway.post(path, {**base, field: value}) for value in odd))
+            assert {status for status, _ in answers} <= {200, 400, 404}
+    rest = (await stream.content.read()).decode()
+    assert rest.endswith("data: [DONE]\n\n")
+    assert '"error"' not in rest
