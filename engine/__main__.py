@@ -1,6 +1,7 @@
 """The engine process: ``python -m stencilpress.engine``, started by the supervisor.
 
-Exit codes: 0 after SIGTERM; 2 for settings or a model that cannot be served, with one line on stderr.
+Exit codes: 0 after SIGTERM; 1 when the device or the policy failed beyond one step; 2 for settings or a model that
+cannot be served, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -11,43 +12,54 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.settings import EngineSettings, SettingsError, read_settings
-from stencilpress.engine.spec import ModelSpec, SpecError, load_spec
+from stencilpress.engine.spec import SpecError, load_spec
 from stencilpress.engine.threads import configure_threads
+
+if TYPE_CHECKING:
+    from stencilpress.engine.worker import Worker
 
 BAD_SETTINGS = 2
 
 
 def main() -> int:
-    """Serve until SIGTERM."""
+    """Load the model, then accept gateways (a welcome means ready) and serve until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to end
     try:
         settings = read_settings(EngineSettings, os.environ)
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
-        listener = socket.socket(fileno=settings.engine_fd)
-        configure_threads(settings)
-        spec = load_spec(Path(settings.model_dir), settings.dtype)
-        return _serve(settings, spec, listener)
+        worker = _load(settings)
     except (SettingsError, SpecError) as error:
         print(f"engine: {error}", file=sys.stderr)  # noqa: T201 the supervisor shows this line to the operator
         return BAD_SETTINGS
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    worker.run()
+    return 0
 
 
-def _serve(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) -> int:
-    """Load the model, then accept gateways: a welcome means ready."""
+def _load(settings: EngineSettings) -> Worker:
+    """Everything but serving. Raises :class:`SettingsError` or :class:`SpecError` for what cannot be served here."""
+    if settings.engine_fd < 0:
+        raise SettingsError("STENCILPRESS_ENGINE_FD is not set: the supervisor passes the listening socket")
+    spec = load_spec(Path(settings.model_dir), settings.dtype)
+    threads = configure_threads(settings)
+
     import torch  # after configure_threads, whose variables it reads
 
     from stencilpress.engine.compose import compose
+    from stencilpress.engine.model.weights import WeightsError
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    worker = compose(settings, spec, listener)
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to end
-    worker.run()
-    return 0
+    torch.set_num_threads(threads)
+    try:
+        return compose(settings, spec, socket.socket(fileno=settings.engine_fd))
+    except (WeightsError, MemoryError) as error:
+        raise SettingsError(str(error)) from error
 
 
 if __name__ == "__main__":

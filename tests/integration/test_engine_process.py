@@ -1,0 +1,149 @@
+"""The engine as a process: real model and adapters, a pool so small that they push each other out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stencilpress.engine.client import EngineClient
+from stencilpress.engine.messages import Finished, Sampling, Submit, pack_tokens
+from stencilpress.engine.spec import load_spec, page_geometry
+from tests.fakes.engine import listen
+from tests.unit.tiny_models import VOCAB, save_adapter, save_model
+
+LIMIT_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def digests(adapters_dir: Path, model_dir: Path) -> list[str]:
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return [save_adapter(adapters_dir, model_dir, seed=i, r=r, target_modules=targets) for i, r in enumerate((2, 4, 8))]
+
+
+@contextmanager
+def engine(path: Path, model_dir: Path, adapters_dir: Path, **settings: int) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine process that listens at ``path``; killed if it still lives at the end."""
+    listener = listen(path)
+    environ = {
+        "STENCILPRESS_MODEL_DIR": str(model_dir),
+        "STENCILPRESS_ADAPTERS_DIR": str(adapters_dir),
+        "STENCILPRESS_DEVICE": "cpu",
+        "STENCILPRESS_THREADS": "1",
+        "STENCILPRESS_ENGINE_FD": str(listener.fileno()),
+        **{f"STENCILPRESS_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stencilpress.engine"],
+        env={**os.environ, **environ},
+        pass_fds=[listener.fileno(), *([settings["lifeline_fd"]] if "lifeline_fd" in settings else [])],
+    )
+    listener.close()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def generate(client: EngineClient, submit: Submit) -> tuple[list[int], Finished]:
+    text: list[int] = []
+    async for tokens, finished in await client.submit(submit):
+        text += [token.token for token in tokens]
+        if finished is not None:
+            return text, finished
+    raise AssertionError("no terminal message")
+
+
+async def test_texts_do_not_depend_on_neighbours_preemption_or_eviction(
+    tmp_path: Path, model_dir: Path, adapters_dir: Path, digests: list[str]
+) -> None:
+    """The same requests one by one and all at once; SIGTERM then ends a running one with its terminal message."""
+    page_bytes = page_geometry(load_spec(model_dir), 64).page_bytes
+    submits = [
+        Submit(
+            0,
+            pack_tokens([(7 * i + j) % VOCAB for j in range(5 + 9 * i)]),
+            ["", *digests][i % 4],
+            100,
+            Sampling(temperature=i % 2, seed=i),
+        )
+        for i in range(8)
+    ]
+    with engine(tmp_path / "sock", model_dir, adapters_dir, pool_bytes=11 * page_bytes, max_loras=3) as process:
+        async with asyncio.timeout(LIMIT_S), EngineClient(tmp_path / "sock") as client:
+            await client.wait_ready()
+            alone = [await generate(client, submit) for submit in submits]
+            assert all(finished.reason == "length" for _, finished in alone)
+            assert len({tuple(text) for text, _ in alone}) == len(alone)
+            quiet = await client.stats()
+            together = await asyncio.gather(*(generate(client, submit) for submit in submits))
+            assert [text for text, _ in together] == [text for text, _ in alone]
+            stats = await client.stats()
+            assert stats.preemptions > quiet.preemptions
+            assert stats.adapter_evictions > quiet.adapter_evictions
+            assert stats.pages_kv == 0
+            assert (await client.ensure(digests[0])).error == ""
+            assert (await client.ensure("0" * 64)).error == "adapter is not stored here"
+            stream = await client.submit(Submit(0, pack_tokens([1]), digests[1], 200, Sampling()))
+            await anext(stream)
+            process.send_signal(signal.SIGTERM)
+            *_, (_, finished) = [batch async for batch in stream]
+            assert finished is not None
+            assert finished.reason == "aborted"
+            assert process.wait(LIMIT_S) == 0
+
+
+def test_the_engine_ends_with_its_supervisor(tmp_path: Path, model_dir: Path, adapters_dir: Path) -> None:
+    """The lifeline is held before the model is loaded."""
+    ours, theirs = os.pipe()
+    with engine(tmp_path / "sock", model_dir, adapters_dir, lifeline_fd=ours) as process:
+        os.close(ours)
+        os.close(theirs)
+        assert process.wait(LIMIT_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"STENCILPRESS_MAX_LORAS": "many"}, "STENCILPRESS_MAX_LORAS"),
+        ({"STENCILPRESS_MODEL_DIR": ""}, "STENCILPRESS_MODEL_DIR"),
+        ({"STENCILPRESS_MODEL_DIR": "/nowhere"}, "config.json"),
+        ({"STENCILPRESS_ENGINE_FD": ""}, "STENCILPRESS_ENGINE_FD"),
+    ],
+    ids=["bad value", "missing variable", "no model", "no socket"],
+)
+def test_what_cannot_be_served_is_said_in_one_line(model_dir: Path, changes: dict[str, str], line: str) -> None:
+    environ = {
+        **os.environ,
+        "STENCILPRESS_MODEL_DIR": str(model_dir),
+        "STENCILPRESS_ADAPTERS_DIR": "/nowhere",
+        "STENCILPRESS_ENGINE_FD": "0",
+        **changes,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "stencilpress.engine"], env=environ, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 2
+    [said] = done.stderr.decode().splitlines()
+    assert said.startswith("engine: ")
+    assert line in said
