@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,7 @@ class Link:
         self._welcome = welcome
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.RLock()  # re-entrant: a signal handler may wake in the midst of close
         self._greeting: dict[socket.socket, float] = {}
         self._connections: dict[int, _Connection] = {}
         self._last_number = 0
@@ -133,8 +135,10 @@ class Link:
             self._drop(peer, reason)
 
     def wake(self) -> None:
-        """Make :meth:`poll` return. Safe in any thread until :meth:`close`."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Make :meth:`poll` return. Safe in any thread and in a signal handler; does nothing after :meth:`close`."""
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close every connection, then the listening socket. Calling it again does nothing."""
@@ -146,7 +150,9 @@ class Link:
         for peer in list(self._connections.values()):
             self._drop(peer, "the engine is shutting down")
         self._selector.close()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         self._listener.close()
 
     def _watch(self, source: socket.socket | int, react: Callable[[int], None]) -> None:

@@ -249,7 +249,7 @@ class Scheduler:
             return "internal", "malformed request: no prompt, nothing to generate, or ids outside the vocabulary"
         if len(prompt) + request.max_tokens > limits.max_model_len:
             return "context_exceeded", f"prompt and answer exceed the context of {limits.max_model_len} tokens"
-        if self._unseated >= limits.max_waiting + self._seats.free:
+        if self._queued(request.key[0]) >= limits.max_waiting + self._seats.free:
             return "overloaded", f"{limits.max_waiting} requests are waiting"
         return None
 
@@ -264,6 +264,10 @@ class Scheduler:
         if needs > self._pool.total:
             return "capacity", f"it needs {needs} pages of a pool of {self._pool.total}"
         return None
+
+    def _queued(self, connection: int) -> int:
+        """Requests that a newcomer finds waiting. A parked gateway fills a queue of its own, not everybody's."""
+        return len(self._connections.get(connection, ())) if connection in self._parked else len(self._waiting)
 
     # Lines
 

@@ -71,7 +71,7 @@ class Worker:
     def stop(self) -> None:
         """Finish the step at hand, then end."""
         self._stopping = True
-        self._link.wake()
+        self._link.wake()  # the signal may come between the last look at the flag and the sleep
 
     def step(self) -> None:
         """One turn of the loop. Sleeps in the drain if there was nothing to run last time."""

@@ -477,6 +477,18 @@ def test_parked_seats_are_the_first_to_go_when_pages_run_out() -> None:
     assert parked.text == parked.expected
 
 
+def test_a_parked_gateway_fills_no_queue_but_its_own() -> None:
+    engine = make_engine(max_num_seqs=1, max_waiting=2)
+    engine.scheduler.park(1)
+    slow = [engine.submit((1, i), [1], 3) for i in range(4)]
+    fast = [engine.submit((2, i), [1], 3) for i in range(3)]
+    engine.deliver()
+    assert [client.finished is None for client in slow] == [True, True, True, False]
+    assert [client.finished is None for client in fast] == [True, True, True]
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+
+
 def test_a_parked_gateways_requests_can_be_aborted_and_refused() -> None:
     engine = make_engine(pages=10, needs={"A": 2})
     waiting = engine.submit((1, 1), [1], 3, "A")

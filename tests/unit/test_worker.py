@@ -348,6 +348,8 @@ def test_stopping_answers_what_is_open(shop: Shop, monkeypatch: pytest.MonkeyPat
     shop.worker.run()
     gateway.hear()
     assert gateway.answers == [Ensured(1, "the engine is shutting down")]
+    shop.worker.stop()
+    shop.link.wake()  # as the loader's thread may
 
 
 def test_the_books_are_checked_when_the_engine_falls_idle(shop: Shop) -> None:
