@@ -115,7 +115,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-_REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
+REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -132,7 +132,7 @@ _REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's that are not served, with the values that ask for nothing; null always does."""
 
-_REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -143,7 +143,7 @@ _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
 
 def parse_chat(body: bytes | msgspec.Raw) -> ChatRequest:
     """Read and check the body of a chat completion. Raises :class:`InvalidRequestError`."""
-    request = _parse(body, ChatRequest, _decode_chat, _REFUSED_IN_CHAT)
+    request = _parse(body, ChatRequest, _decode_chat, REFUSED_IN_CHAT)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequestError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs")
     both = (request.max_tokens, request.max_completion_tokens)
@@ -156,7 +156,7 @@ def parse_chat(body: bytes | msgspec.Raw) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Read and check the body of a plain completion. Raises :class:`InvalidRequestError`."""
-    return _parse(body, CompletionRequest, _decode_completion, _REFUSED_IN_COMPLETIONS)
+    return _parse(body, CompletionRequest, _decode_completion, REFUSED_IN_COMPLETIONS)
 
 
 def template_messages(request: ChatRequest) -> list[dict[str, str]]:

@@ -75,6 +75,7 @@ class Gateway:
     engine: FakeEngine
     http: aiohttp.ClientSession
     stack: AsyncExitStack
+    routes: tuple[web.AbstractRoute, ...]
 
     async def openai(self, key: str | None = None) -> AsyncOpenAI:
         """The unmodified SDK, closed with the gateway."""
@@ -99,7 +100,6 @@ async def running_gateway(
 ) -> AsyncIterator[Gateway]:
     """Everything of one gateway in this process; the engine in a thread."""
     options = options or Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=512)
-    folder.mkdir(parents=True, exist_ok=True)
     model_dir = build_model(folder / "model", template)
     url, engine_socket = f"sqlite:///{folder / 'catalog.db'}", folder / "engine.sock"
     gateway_settings = GatewaySettings(
@@ -132,7 +132,8 @@ async def running_gateway(
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Gateway(f"http://{host}:{port}", *keys, services, engine, http, stack)
+        routes = tuple(runner.app.router.routes())
+        yield Gateway(f"http://{host}:{port}", *keys, services, engine, http, stack, routes)
 
 
 async def _fill_catalog(db: Database) -> tuple[str, str]:
