@@ -19,7 +19,7 @@ from stencilpress.engine.spec import load_spec, page_geometry
 from tests.fakes.engine import listen
 from tests.unit.tiny_models import VOCAB, save_adapter, save_model
 
-LIMIT_S = 40.0
+LIMIT_S = 50.0
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,12 @@ async def test_texts_do_not_depend_on_neighbours_preemption_or_eviction(
     submits = [
         Submit(
             0,
-            pack_tokens([(7 * i + j) % VOCAB for j in range(5 + 9 * i)]),
+            pack_tokens([(7 * i + j) % VOCAB for j in range(5 + 13 * i)]),
             ["", *digests][i % 4],
-            100,
+            90,
             Sampling(temperature=i % 2, seed=i),
         )
-        for i in range(8)
+        for i in range(6)
     ]
     with engine(tmp_path / "sock", model_dir, adapters_dir, pool_bytes=11 * page_bytes, max_loras=3) as process:
         async with asyncio.timeout(LIMIT_S), EngineClient(tmp_path / "sock") as client:
