@@ -13,7 +13,7 @@ PATIENCE_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler needs to know. A text ends with the request's own stop ids: the gateway puts EOS among them."""
+    """What the scheduler needs to know. EOS is not among it: the gateway puts it into a request's stop ids."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

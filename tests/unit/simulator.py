@@ -10,7 +10,8 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, Sampling, Step, Submit, pack_tokens
@@ -273,6 +274,35 @@ def _check_end(client: Client, finished: Finished) -> None:
         assert client.text == client.expected
         stopped = client.text[-1] in client.submit.stop_ids
         assert finished.reason == ("stop" if stopped else "length")
+
+
+LIMITS = Limits(
+    max_num_seqs=8,
+    max_num_batched_tokens=16,
+    max_loras=4,
+    max_waiting=100,
+    max_model_len=64,
+    page_tokens=4,
+    vocab_size=VOCAB,
+)
+
+
+def make_engine(*, pages: int = 100, needs: dict[str, int] | None = None, cpu_loras: int = 4, **limits: Any) -> Engine:
+    adapters = needs if needs is not None else dict.fromkeys("ABCDEFGH", 2)
+    return Engine(replace(LIMITS, **limits), pages=pages, needs=adapters, max_cpu_loras=cpu_loras)
+
+
+def shape(plan: StepPlan | None) -> dict[str | None, list[tuple[int, int]]]:
+    """A plan as ``{adapter: [(request id, tokens), ...]}``."""
+    assert plan is not None
+    return {
+        segment.adapter: [(chunk.key[1], len(chunk.tokens)) for chunk in segment.chunks] for segment in plan.segments
+    }
+
+
+def code(client: Client) -> str:
+    assert client.finished is not None
+    return client.finished.code
 
 
 class Storm:

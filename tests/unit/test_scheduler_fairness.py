@@ -1,0 +1,173 @@
+"""Gateways that do not read harm nobody, and nobody starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.unit.simulator import VOCAB, Client, Engine, code, make_engine
+
+
+def test_a_parked_gateway_is_not_planned_and_loses_nothing() -> None:
+    engine = make_engine()
+    slow = [engine.submit((1, i), [1, 2], 9, "A") for i in range(2)]
+    fast = engine.submit((2, 1), [1, 2], 9)
+    for _ in range(4):
+        engine.step()
+    engine.parked.add(1)
+    engine.scheduler.park(1)
+    late = engine.submit((1, 5), [3], 4)
+    heard = [len(client.text) for client in slow]
+    while fast.finished is None:
+        engine.step()
+    engine.step()
+    assert [len(client.text) for client in slow] == heard
+    assert late.finished is None
+    engine.parked.clear()
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+    assert all(client.text == client.expected for client in (*slow, late))
+
+
+def test_a_parked_gateway_keeps_its_seats_until_somebody_waits() -> None:
+    engine = make_engine(max_num_seqs=2)
+    slow = [engine.submit((1, i), [1, 2], 9) for i in range(2)]
+    engine.step()
+    engine.parked.add(1)
+    engine.scheduler.park(1)
+    assert engine.step() is None
+    assert engine.scheduler.stats(0).preemptions == 0
+    fast = engine.submit((2, 1), [1, 2], 3)
+    while fast.finished is None:
+        assert engine.step() is not None
+    assert engine.scheduler.stats(0).preemptions == 2
+    engine.parked.clear()
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+    assert all(client.text == client.expected for client in slow)
+
+
+def test_parked_seats_are_the_first_to_go_when_pages_run_out() -> None:
+    engine = make_engine(pages=8, needs={})
+    parked = engine.submit((1, 1), [1] * 7, 8)
+    others = [engine.submit((2, i), [i] * 5, 11) for i in range(2)]
+    engine.step()
+    engine.step()
+    assert engine.scheduler.stats(0).running == 3
+    engine.parked.add(1)
+    engine.scheduler.park(1)
+    while any(client.finished is None for client in others):
+        engine.step()
+    assert engine.scheduler.stats(0).preemptions == 1
+    engine.parked.clear()
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+    assert parked.text == parked.expected
+
+
+def test_a_parked_gateway_fills_no_queue_but_its_own() -> None:
+    engine = make_engine(max_num_seqs=1, max_waiting=2)
+    engine.scheduler.park(1)
+    slow = [engine.submit((1, i), [1], 3) for i in range(4)]
+    fast = [engine.submit((2, i), [1], 3) for i in range(3)]
+    engine.deliver()
+    assert [client.finished is None for client in slow] == [True, True, True, False]
+    assert [client.finished is None for client in fast] == [True, True, True]
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+
+
+def test_a_parked_gateways_requests_can_be_aborted_and_refused() -> None:
+    engine = make_engine(pages=10, needs={"A": 2})
+    waiting = engine.submit((1, 1), [1], 3, "A")
+    engine.scheduler.park(1)
+    engine.parked.add(1)
+    aborted = engine.submit((1, 2), [1], 3, "A")
+    engine.scheduler.abort((1, 2))
+    engine.deliver()
+    assert aborted.finished is not None
+    engine.loader.broken.add("A")
+    engine.submit((2, 1), [1], 3, "A")
+    engine.step()
+    engine.step()
+    assert waiting.finished is None
+    engine.scheduler.unpark(1)
+    engine.parked.clear()
+    engine.deliver()
+    assert code(waiting) == "adapter_unavailable"
+
+
+def wait_behind_a_stream(engine: Engine, adapter: str | None, patient: Client, limit: int) -> int:
+    """Steps until ``patient`` ends, with six requests of ``adapter`` always there."""
+    last = 100
+    for step in range(limit):
+        while sum(key[0] == 2 for key in engine.live) < 6:
+            last += 1
+            engine.submit((2, last), [1] * 8, 3 + last % 4, adapter)
+        engine.step()
+        if patient.finished is not None:
+            return step
+    return limit
+
+
+@pytest.mark.parametrize(("patience", "starves"), [(10, False), (10_000, True)])
+def test_a_stream_on_one_adapter_lets_another_have_the_only_slot(patience: int, starves: bool) -> None:
+    engine = make_engine(max_loras=1, max_num_seqs=4, patience_steps=patience)
+    for i in range(3):
+        engine.submit((2, i), [1] * 8, 4 + 2 * i, "A")
+    for _ in range(3):
+        engine.step()
+    patient = engine.submit((1, 1), [1], 4, "B")
+    assert (wait_behind_a_stream(engine, "A", patient, 500) == 500) == starves
+
+
+@pytest.mark.parametrize(("patience", "starves"), [(10, False), (10_000, True)])
+def test_a_stream_on_the_base_lets_a_large_adapter_have_its_pages(patience: int, starves: bool) -> None:
+    engine = make_engine(pages=12, needs={"A": 9}, max_num_seqs=3, patience_steps=patience)
+    for i in range(3):
+        engine.submit((2, i), [1] * 8, 4)
+    engine.step()
+    patient = engine.submit((1, 1), [1], 4, "A")
+    assert (wait_behind_a_stream(engine, None, patient, 500) == 500) == starves
+
+
+def test_a_starving_adapter_stops_no_more_slots_than_it_needs() -> None:
+    engine = make_engine(max_loras=2, max_num_seqs=4, patience_steps=5)
+    for i, adapter in enumerate("ABC"):
+        engine.submit((1, i), [1], 30, adapter)
+    for _ in range(12):
+        engine.step()
+    held_up = engine.submit((2, 1), [1], 30, "A")
+    passing = engine.submit((2, 2), [1], 30, "B")
+    engine.step()
+    engine.step()
+    assert passing.text, "the slot of A frees first, so B goes on as ever"
+    assert not held_up.text
+    engine.run_until_idle()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_wait_in_a_flood_is_bounded(seed: int) -> None:
+    """More adapters than slots, skewed popularity, a tight pool: nobody waits longer than all before it take."""
+    rng = random.Random(seed)
+    needs = {f"a{i}": rng.randint(1, 20) for i in range(rng.randint(2, 10))}
+    engine = make_engine(
+        pages=rng.randint(30, 50),
+        needs=needs,
+        cpu_loras=rng.randint(1, 8),
+        max_num_seqs=rng.randint(2, 8),
+        max_loras=rng.randint(1, 3),
+        max_model_len=32,
+        patience_steps=20,
+    )
+    choices = [None, *needs]
+    weights = [1 / (i + 1) ** 2 for i in range(len(choices))]
+    for last in range(1500):
+        if len(engine.live) < 20:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 16))]
+            engine.submit((1, last), prompt, rng.randint(1, 16), rng.choices(choices, weights)[0])
+        engine.step(load_speed=rng.choice((0, 1, 3)))
+        waits = [engine.steps - engine.clients[key].came_at_step for key in engine.live]
+        assert max(waits, default=0) < 20 + 20 * 16
+    engine.run_until_idle()

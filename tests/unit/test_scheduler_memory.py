@@ -1,0 +1,138 @@
+"""Pages, preemption and adapters that come and go; random storms of everything at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from stencilpress.engine.plan import Fetched, FetchOrder
+from tests.unit.simulator import Storm, code, make_engine, shape
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_storm(seed: int) -> None:
+    """The simulator asserts at every step; what is left to see is that nothing is left."""
+    engine = Storm(seed).run(400)
+    assert engine.pool.kv == 0
+    assert engine.pool.free + engine.pool.adapter == engine.pool.total
+    assert all(client.finished is not None for client in engine.clients.values())
+    engine.residency.pump()
+    while engine.residency.evict_one():
+        pass
+    assert engine.pool.free == engine.pool.total
+
+
+def test_preemption_takes_the_last_seated_and_changes_no_text() -> None:
+    engine = make_engine(pages=6, needs={})
+    clients = [engine.submit((1, i), [i] * 6, 12) for i in range(2)]
+    preempted = []
+    while not engine.scheduler.idle:
+        before = engine.scheduler.stats(0).preemptions
+        plan = engine.step()
+        if engine.scheduler.stats(0).preemptions > before:
+            preempted.append(shape(plan))
+    assert [[id_ for id_, _ in plan[None]] for plan in preempted] == [[0]]
+    assert all(client.text == client.expected for client in clients)
+
+
+def test_idle_adapters_go_before_anybody_is_preempted() -> None:
+    engine = make_engine(pages=8, needs={"A": 2, "B": 2})
+    for i, adapter in enumerate("AB"):
+        engine.submit((1, i), [1], 1, adapter)
+    engine.run_until_idle()
+    assert engine.scheduler.stats(0).adapters_hbm == 2
+    clients = [engine.submit((1, i), [1] * 6, 10) for i in (10, 11)]
+    engine.run_until_idle()
+    stats = engine.scheduler.stats(0)
+    assert (stats.preemptions, stats.adapter_evictions) == (0, 2)
+    assert all(client.text == client.expected for client in clients)
+
+
+def test_the_last_request_seated_waits_in_its_seat_for_a_page() -> None:
+    """It keeps what it has computed, instead of being preempted for its own sake."""
+    engine = make_engine(pages=5, needs={})
+    first, last = engine.submit((1, 1), [1] * 5, 7), engine.submit((1, 2), [2] * 4, 8)
+    engine.run_until_idle()
+    assert engine.scheduler.stats(0).preemptions == 0
+    assert first.text == first.expected
+    assert last.text == last.expected
+
+
+def test_a_newcomer_leaves_a_page_to_each_who_sits() -> None:
+    engine = make_engine(pages=4, needs={})
+    elder = engine.submit((1, 1), [1] * 4, 5)
+    newcomer = engine.submit((1, 2), [2] * 12, 1)
+    assert shape(engine.step()) == {None: [(1, 4)]}
+    engine.run_until_idle()
+    assert engine.scheduler.stats(0).preemptions == 0
+    assert elder.text == elder.expected
+    assert newcomer.text == newcomer.expected
+
+
+def test_adapters_of_newer_requests_leave_the_pages_that_an_older_one_waits_for() -> None:
+    engine = make_engine(pages=6, needs={"A": 2})
+    engine.submit((1, 1), [1] * 8, 8)
+    engine.step()
+    engine.submit((1, 2), [2] * 12, 1)
+    engine.submit((1, 3), [3], 1, "A")
+    for _ in range(3):
+        engine.step()
+        assert engine.pool.adapter == 0
+    engine.run_until_idle()
+
+
+def test_a_request_as_large_as_the_pool_runs_in_the_end() -> None:
+    engine = make_engine(pages=12, needs={"A": 4, "B": 4})
+    for i in range(6):
+        engine.submit((1, i), [1] * 8, 8, "AB"[i % 2])
+    large = engine.submit((1, 9), [1] * 20, 12, "A")
+    engine.run_until_idle()
+    assert large.text == large.expected
+
+
+def test_a_cold_adapter_blocks_nobody() -> None:
+    engine = make_engine()
+    cold = engine.submit((1, 1), [1], 3, "A")
+    warm = engine.submit((1, 2), [1], 3)
+    for _ in range(4):
+        engine.step(load_speed=0)
+    assert warm.text == warm.expected
+    assert cold.text == []
+    engine.run_until_idle()
+    assert cold.text == cold.expected
+
+
+def test_requests_for_one_cold_adapter_share_one_read() -> None:
+    engine = make_engine()
+    for i in range(20):
+        engine.submit((1, i), [1], 2, "A")
+    engine.run_until_idle()
+    assert engine.loader.fetches == ["A"]
+    assert engine.scheduler.stats(0).adapter_loads == 1
+
+
+def test_a_missing_adapter_fails_its_own_requests_and_is_not_hammered() -> None:
+    engine = make_engine()
+    engine.loader.broken.add("A")
+    doomed = [engine.submit((1, i), [1], 3, "A") for i in range(3)]
+    spared = engine.submit((1, 9), [1], 3, "B")
+    engine.run_until_idle()
+    assert [code(client) for client in doomed] == ["adapter_unavailable"] * 3
+    assert spared.text == spared.expected
+    hasty = engine.submit((1, 10), [1], 3, "A")
+    engine.deliver()
+    assert code(hasty) == "adapter_unavailable"
+    assert engine.loader.fetches.count("A") == 1
+    engine.loader.broken.clear()
+    engine.now_s += 60
+    later = engine.submit((1, 11), [1], 3, "A")
+    engine.run_until_idle()
+    assert later.text == later.expected
+
+
+def test_a_check_reads_an_adapter_without_a_request() -> None:
+    engine = make_engine()
+    engine.scheduler.check_adapter("A")
+    assert engine.scheduler.plan() is None
+    assert engine.residency.take_orders() == [FetchOrder("A")]
+    engine.scheduler.loaded(Fetched("A", 10, 2))
+    assert engine.residency.sound("A")
