@@ -55,10 +55,10 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - the outermost frame of ours: whatever it is, the client gets an answer
-        return error_response(to_api_error(error))
+        return error_response(to_api_error(error, request))
 
 
-def to_api_error(error: Exception) -> ApiError:
+def to_api_error(error: Exception, request: web.Request) -> ApiError:
     """What a client is told of an exception. One that nobody foresaw goes to the log and not to the client."""
     match error:
         case ApiError():
@@ -71,7 +71,7 @@ def to_api_error(error: Exception) -> ApiError:
             return RequestTooLargeError("The body is too large.")
         case web.HTTPClientError():
             return InvalidRequestError("The request is malformed.")
-    logger.error("unexpected error", exc_info=error)
+    logger.error("unexpected error in %s", request.get(REQUEST_ID), exc_info=error)
     return InternalError()
 
 

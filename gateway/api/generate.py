@@ -98,8 +98,7 @@ async def respond(
             include_usage=include_usage,
             logprobs=generation.rules.logprobs,
         )
-        events = EventStream(request, services.settings.write_limit_s, services.metrics)
-        return await _stream(open_answers, generation, encoder, events)
+        return await _stream(request, open_answers, generation, encoder)
 
 
 class OpenAnswers:
@@ -221,9 +220,11 @@ async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoi
 
 
 async def _stream(
-    opened: OpenAnswers, generation: Generation, encoder: ChunkEncoder, events: EventStream
+    request: web.Request, opened: OpenAnswers, generation: Generation, encoder: ChunkEncoder
 ) -> web.StreamResponse:
     """Events as the text comes. A failure before the first becomes a response of its own, after it an event."""
+    services = request.app[SERVICES]
+    events = EventStream(request, services.settings.write_limit_s, services.metrics)
 
     async def send(index: int, delta: Delta) -> None:
         await events.send(encoder.delta(index, delta))
@@ -237,4 +238,4 @@ async def _stream(
     except Exception as error:
         if not events.started:
             raise
-        return await events.fail(to_api_error(error))
+        return await events.fail(to_api_error(error, request))

@@ -182,7 +182,7 @@ class ChatConnection:
             pass  # the client is gone, which the reader notices too
         except Exception as error:  # noqa: BLE001 - the outermost frame of a task: whatever it is, the client is told
             with suppress(ConnectionError):
-                await self._send_failure(response, to_api_error(error))
+                await self._send_failure(response, to_api_error(error, self._request))
         finally:
             del self._responses[response.id]
 

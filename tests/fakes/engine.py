@@ -40,7 +40,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -154,8 +154,7 @@ class FakeEngine:
     def stop(self) -> None:
         """End the loop; safe in any thread, like the three below."""
         self._running = False
-        with suppress(OSError):  # the loop has just ended and closed the link
-            self._link.wake()
+        self._link.wake()
 
     def crash(self) -> None:
         self.crashed = True

@@ -15,6 +15,7 @@ import pytest
 
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.stream import ChunkEncoder
 from tests.fakes.engine import Options
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
 
@@ -188,6 +189,37 @@ async def test_a_body_that_does_not_arrive_is_given_up(tmp_path: Path) -> None:
             assert response.status == 400
             assert (await response.json())["error"]["code"] == "body_timeout"
             never.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models/x"])
+async def test_a_fault_of_ours_is_told_without_its_cause(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise RuntimeError("secret /etc/passwd")
+
+    monkeypatch.setattr(gateway.services.router, "resolve", fail)
+    headers = {"Authorization": f"Bearer {gateway.key}"}
+    method, body = ("GET", None) if "models" in path else ("POST", {"model": "base", "prompt": "ab"})
+    async with gateway.http.request(method, f"{gateway.url}{path}", json=body, headers=headers) as response:
+        assert response.status == 500
+        text = await response.text()
+        request_id = response.headers["x-request-id"]
+    assert json.loads(text)["error"]["code"] == "internal_error"
+    assert "secret" not in text
+    assert f"unexpected error in {request_id}" in caplog.text
+    assert "secret" in caplog.text
+
+
+async def test_a_fault_of_ours_in_mid_stream_is_an_error_event(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = await open_stream(gateway, max_tokens=50_000)
+    await next_event(response)
+    monkeypatch.setattr(ChunkEncoder, "delta", lambda *_: 1 / 0)
+    last = (await response.content.read()).decode().strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
+    await eventually(lambda: len(gateway.engine.aborts) == 1)
 
 
 async def test_draining_refuses_new_work_and_lets_streams_finish(gateway: Gateway) -> None:
