@@ -30,6 +30,9 @@ CLIENT_CLOSED = 499
 
 logger = logging.getLogger("stencilpress.access")
 
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked every few seconds by machines: they would bury what people do."""
+
 
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -116,7 +119,8 @@ def _route(request: web.Request) -> str:
 
 def _log(request: web.Request, route: str, status: str) -> None:
     caller = request.get(CALLER)
-    logger.info(
+    logger.log(
+        logging.DEBUG if route in PROBES else logging.INFO,
         "%s %s %s %.1f ms %s tenant=%s key=%s",
         request.method,
         route,

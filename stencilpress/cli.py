@@ -96,6 +96,7 @@ def serve(
     environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
     serving = ServeSettings(data_dir=place.data.root, host=host, port=port, gateways=gateways, environment=environment)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     try:
         visitor = asyncio.run(_prepare(place, base, settings, demo))
         run(serving, lambda url: click.echo(banner(url, base, visitor)))
