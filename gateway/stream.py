@@ -66,7 +66,7 @@ class ChunkEncoder:
         """``head`` has ``id``, ``created`` and ``model``."""
         self._shape = shape
         self._logprobs = logprobs
-        self._include_usage = include_usage
+        self.include_usage = include_usage
         self._head = b"data: " + _encode({**head, "object": shape.object})[:-1] + b',"choices":['
         self._heads = [self._head + b'{"index":%d,' % index for index in range(choices)]
         self._before = [head + shape.before_text for head in self._heads]
@@ -90,9 +90,9 @@ class ChunkEncoder:
             data += self._chunk(index, self._shape.closing, b"null", delta.finish_reason)
         return data
 
-    def end(self, usage: Mapping[str, Any]) -> bytes:
-        """What follows the last choice: the usage if it was asked for, and the end mark."""
-        if not self._include_usage:
+    def end(self, usage: Mapping[str, Any] | None) -> bytes:
+        """What follows the last choice: the usage where it was asked for, and the end mark."""
+        if usage is None:
             return DONE
         return self._head + b'],"usage":' + _encode(usage) + b"}\n\n" + DONE
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -24,8 +23,6 @@ from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +50,38 @@ async def plan_generation(
     """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
     route = await services.router.resolve(caller.tenant_id, request.model)
     limits = Limits.of(_welcome(services), services.settings.default_max_tokens)
-    for prompt in prompts:
-        _check_prompt(prompt, limits.vocab_size, prompt_field)
-    choices = request.n or 1
     stop_ids = stop_ids_of(request, limits)
-    submits = [
-        Submit(
-            id=0,  # the client numbers it
-            prompt=pack_tokens(prompt),
-            adapter=route.digest,
-            max_tokens=max_tokens_of(request, len(prompt), limits, prompt_field),
-            sampling=sampling_of(request, limits, seed),
-            stop_ids=stop_ids,
-            tenant=caller.tenant_id,
-            weight=caller.limits.weight,
-            salt=caller.salt,
-        )
-        for prompt in prompts
-        for seed in choice_seeds(request.seed, choices)
-    ]
+    template = Submit(
+        id=0,  # the client numbers it
+        prompt=b"",
+        adapter=route.digest,
+        max_tokens=0,
+        sampling=sampling_of(request, limits),
+        stop_ids=stop_ids,
+        tenant=caller.tenant_id,
+        weight=caller.limits.weight,
+        salt=caller.salt,
+    )
+    submits: list[Submit] = []
+    for prompt in prompts:
+        max_tokens = max_tokens_of(request, prompt, limits, prompt_field)
+        submits += _submits(template, prompt, max_tokens, choice_seeds(request.seed, request.n))
     stops = [request.stop] if isinstance(request.stop, str) else request.stop
     rules = TextRules(
         services.tokenizer.table,
         frozenset(stop_ids),
         StopStrings(stops) if stops else None,
-        submits[0].sampling.logprobs >= 0,
+        template.sampling.logprobs >= 0,
     )
-    return Generation(route.echo, submits, rules, choices)
+    return Generation(route.echo, submits, rules, request.n or 1)
+
+
+def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
+    """One submit per choice of a prompt."""
+    packed = pack_tokens(prompt)
+    for seed in seeds:
+        sampling = msgspec.structs.replace(template.sampling, seed=seed)
+        yield msgspec.structs.replace(template, prompt=packed, max_tokens=max_tokens, sampling=sampling)
 
 
 async def respond(
@@ -98,7 +100,7 @@ async def respond(
             include_usage=include_usage,
             logprobs=generation.rules.logprobs,
         )
-        return await _stream(request, open_answers, generation, encoder)
+        return await _stream(request, open_answers, encoder, generation.choices_per_prompt)
 
 
 class OpenAnswers:
@@ -174,15 +176,6 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
     return Answer(services.engine, stream, index, rules)
 
 
-def _check_prompt(prompt: Sequence[int], vocab_size: int, field: str) -> None:
-    if not prompt:
-        raise InvalidRequestError(f"Invalid value for '{field}': the prompt is empty.", param=field)
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise InvalidRequestError(
-            f"Invalid value for '{field}': token ids are between 0 and {vocab_size - 1}.", param=field
-        )
-
-
 def _welcome(services: Services) -> Welcome:
     try:
         return services.engine.welcome
@@ -220,7 +213,7 @@ async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoi
 
 
 async def _stream(
-    request: web.Request, opened: OpenAnswers, generation: Generation, encoder: ChunkEncoder
+    request: web.Request, opened: OpenAnswers, encoder: ChunkEncoder, choices_per_prompt: int
 ) -> web.StreamResponse:
     """Events as the text comes. A failure before the first becomes a response of its own, after it an event."""
     services = request.app[SERVICES]
@@ -231,7 +224,8 @@ async def _stream(
 
     try:
         await opened.follow(send)
-        await events.send(encoder.end(await opened.usage(generation.choices_per_prompt)))
+        usage = await opened.usage(choices_per_prompt) if encoder.include_usage else None
+        await events.send(encoder.end(usage))
         return await events.finish()
     except ConnectionError:
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stencilpress.engine.messages import Sampling, Welcome
@@ -28,8 +29,8 @@ class Limits:
         return cls(welcome.max_model_len, welcome.vocab_size, default_max_tokens, welcome.eos_ids)
 
 
-def sampling_of(request: GenerationRequest, limits: Limits, seed: int) -> Sampling:
-    """Fields that were left out take OpenAI's defaults. Raises :class:`InvalidRequestError` for a bad token id."""
+def sampling_of(request: GenerationRequest, limits: Limits) -> Sampling:
+    """All but the seed; what was left out takes OpenAI's defaults. Raises :class:`InvalidRequestError`."""
     _check_ids("logit_bias", request.logit_bias or (), limits.vocab_size)
     return Sampling(
         temperature=_or(request.temperature, 1.0),
@@ -39,7 +40,6 @@ def sampling_of(request: GenerationRequest, limits: Limits, seed: int) -> Sampli
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, 1.0),
-        seed=seed,
         logprobs=_logprobs(request),
         logit_bias=request.logit_bias or {},
     )
@@ -52,30 +52,45 @@ def stop_ids_of(request: GenerationRequest, limits: Limits) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*(() if request.ignore_eos else limits.eos_ids), *own]))
 
 
-def max_tokens_of(request: GenerationRequest, prompt_tokens: int, limits: Limits, prompt_field: str) -> int:
-    """The most tokens that the answer may have. Raises :class:`ContextLengthError` naming both numbers."""
-    left = limits.max_model_len - prompt_tokens
+def max_tokens_of(request: GenerationRequest, prompt: Sequence[int], limits: Limits, prompt_field: str) -> int:
+    """The most tokens that the answer to ``prompt`` may have.
+
+    Raises :class:`ContextLengthError` naming both numbers, and :class:`InvalidRequestError` for an empty prompt
+    or one with an id outside the vocabulary.
+    """
+    left = limits.max_model_len - len(prompt)
     if left < 1:
         raise ContextLengthError(
             f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is the "
-            f"answer's. Your prompt has {prompt_tokens} tokens; shorten it.",
+            f"answer's. Your prompt has {len(prompt)} tokens; shorten it.",
             param=prompt_field,
         )
+    _check_prompt(prompt, limits, prompt_field)
     field, asked = _asked_max_tokens(request)
     if asked is None:
         return min(left, limits.default_max_tokens)
     if asked > left:
         raise ContextLengthError(
             f"This model's maximum context length is {limits.max_model_len} tokens. You asked for "
-            f"{prompt_tokens + asked} tokens: {prompt_tokens} in the prompt and {asked} in the answer. "
+            f"{len(prompt) + asked} tokens: {len(prompt)} in the prompt and {asked} in the answer. "
             f"'{field}' can be at most {left} here.",
             param=field,
         )
     return asked
 
 
-def choice_seeds(seed: int | None, choices: int) -> list[int]:
+def _check_prompt(prompt: Sequence[int], limits: Limits, field: str) -> None:
+    if not prompt:
+        raise InvalidRequestError(f"Invalid value for '{field}': the prompt is empty.", param=field)
+    if not 0 <= min(prompt) <= max(prompt) < limits.vocab_size:
+        raise InvalidRequestError(
+            f"Invalid value for '{field}': token ids are between 0 and {limits.vocab_size - 1}.", param=field
+        )
+
+
+def choice_seeds(seed: int | None, n: int | None) -> list[int]:
     """One seed per choice. The first is the request's own, so a text does not change with ``n``."""
+    choices = n or 1
     if seed is None:
         return [secrets.randbits(63) for _ in range(choices)]
     return [seed, *(_derived(seed, choice) for choice in range(1, choices))]
@@ -100,8 +115,8 @@ def _logprobs(request: GenerationRequest) -> int:
     return -1
 
 
-def _check_ids(field: str, ids: object, vocab_size: int) -> None:
-    for token in ids if isinstance(ids, (dict, list, tuple)) else ():
+def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
                 f"Invalid value for '{field}': token id {token} is not between 0 and {vocab_size - 1}.", param=field

@@ -22,7 +22,7 @@ from aiohttp import web
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from stencilpress.engine.client import EngineClient
+from stencilpress.engine.client import REQUEST_RING_BYTES, EngineClient
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion
@@ -96,7 +96,12 @@ def new_version(digest: str) -> NewVersion:
 
 @asynccontextmanager
 async def running_gateway(
-    folder: Path, options: Options | None = None, *, template: str | None = TEMPLATE, **settings: Any
+    folder: Path,
+    options: Options | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    request_ring_bytes: int = REQUEST_RING_BYTES,
+    **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Everything of one gateway in this process; the engine in a thread."""
     options = options or Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=512)
@@ -109,7 +114,7 @@ async def running_gateway(
         engine = stack.enter_context(running_engine(engine_socket, options))
         threads = stack.enter_context(ThreadPoolExecutor(2))
         db = await stack.enter_async_context(Database(url))
-        client = await stack.enter_async_context(EngineClient(engine_socket))
+        client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)
         await client.wait_ready()
         services = Services(

@@ -267,7 +267,7 @@ async def test_what_a_template_raises_is_a_bad_request(tmp_path: Path) -> None:
 
 async def test_a_prompt_that_the_engine_cannot_hold_is_a_bad_request(tmp_path: Path) -> None:
     options = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=10_000_000)
-    async with running_gateway(tmp_path, options, max_body_bytes=16 << 20) as gateway:
-        body = {"model": "base", "prompt": "ab " * 1_500_000}
+    async with running_gateway(tmp_path, options, request_ring_bytes=64 << 10) as gateway:
+        body = {"model": "base", "prompt": [70] * 20_000}
         status, answer = await gateway.post(COMPLETIONS, body)
         assert (status, answer["error"]["code"]) == (400, "capacity_exceeded")

@@ -273,18 +273,18 @@ def test_whatever_the_values_a_body_is_read_or_refused(fields: dict[str, Any]) -
     try:
         request = parse_chat(chat_body(**fields))
         template_messages(request)
-        sampling_of(request, LIMITS, 0)
+        sampling_of(request, LIMITS)
     except InvalidRequestError as error:
         assert error.message  # noqa: PT017 - both outcomes are fine, a crash is not
 
 
 def test_defaults_are_openais() -> None:
-    sampling = sampling_of(chat(), LIMITS, 5)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.logprobs, sampling.seed) == (1, 1, 0, -1, 5)
-    assert sampling_of(chat(logprobs=True), LIMITS, 0).logprobs == 0
-    assert sampling_of(chat(logprobs=True, top_logprobs=3), LIMITS, 0).logprobs == 3
-    assert sampling_of(chat(temperature=0, top_k=-1), LIMITS, 0).temperature == 0
-    assert 0 < sampling_of(chat(top_p=0), LIMITS, 0).top_p < 1e-3
+    sampling = sampling_of(chat(), LIMITS)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.logprobs) == (1, 1, 0, -1)
+    assert sampling_of(chat(logprobs=True), LIMITS).logprobs == 0
+    assert sampling_of(chat(logprobs=True, top_logprobs=3), LIMITS).logprobs == 3
+    assert sampling_of(chat(temperature=0, top_k=-1), LIMITS).temperature == 0
+    assert 0 < sampling_of(chat(top_p=0), LIMITS).top_p < 1e-3
 
 
 def test_stop_ids_are_the_models_own_and_the_requests() -> None:
@@ -298,7 +298,7 @@ def test_stop_ids_are_the_models_own_and_the_requests() -> None:
 def test_a_token_id_outside_the_vocabulary_is_refused(field: str, token: int) -> None:
     def use() -> None:
         request = chat(**{field: {str(token): 1} if field == "logit_bias" else [token]})
-        sampling_of(request, LIMITS, 0)
+        sampling_of(request, LIMITS)
         stop_ids_of(request, LIMITS)
 
     with pytest.raises(InvalidRequestError) as caught:
@@ -308,10 +308,10 @@ def test_a_token_id_outside_the_vocabulary_is_refused(field: str, token: int) ->
 
 
 def test_max_tokens_is_what_was_asked_or_what_is_left() -> None:
-    assert max_tokens_of(chat(max_tokens=7), 10, LIMITS, "messages") == 7
-    assert max_tokens_of(chat(max_completion_tokens=90), 10, LIMITS, "messages") == 90
-    assert max_tokens_of(chat(), 10, LIMITS, "messages") == 40
-    assert max_tokens_of(chat(), 99, LIMITS, "messages") == 1
+    assert max_tokens_of(chat(max_tokens=7), [5] * 10, LIMITS, "messages") == 7
+    assert max_tokens_of(chat(max_completion_tokens=90), [5] * 10, LIMITS, "messages") == 90
+    assert max_tokens_of(chat(), [5] * 10, LIMITS, "messages") == 40
+    assert max_tokens_of(chat(), [5] * 99, LIMITS, "messages") == 1
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_what_exceeds_the_context_is_refused_with_both_numbers(
     fields: dict[str, Any], prompt_tokens: int, numbers: tuple[str, ...], param: str
 ) -> None:
     with pytest.raises(ContextLengthError) as caught:
-        max_tokens_of(chat(**fields), prompt_tokens, LIMITS, "messages")
+        max_tokens_of(chat(**fields), [5] * prompt_tokens, LIMITS, "messages")
     assert all(number in caught.value.message for number in numbers)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
