@@ -79,8 +79,8 @@ class Link:
         self._listener.setblocking(False)
         self._welcome = welcome
         self._selector = selectors.DefaultSelector()
+        self._wake_lock = threading.RLock()  # a signal handler may wake while this thread closes
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.RLock()  # re-entrant: a signal handler may wake in the midst of close
         self._greeting: dict[socket.socket, float] = {}
         self._connections: dict[int, _Connection] = {}
         self._last_number = 0
@@ -142,17 +142,18 @@ class Link:
 
     def close(self) -> None:
         """Close every connection, then the listening socket. Calling it again does nothing."""
-        if self._listener.fileno() < 0:
-            return
+        with self._wake_lock:
+            if self._wake_fd < 0:
+                return
+            self._selector.unregister(self._wake_fd)
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         for sock in list(self._greeting):
             self._forget_greeter(sock)
             sock.close()
         for peer in list(self._connections.values()):
             self._drop(peer, "the engine is shutting down")
         self._selector.close()
-        with self._wake_lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
         self._listener.close()
 
     def _watch(self, source: socket.socket | int, react: Callable[[int], None]) -> None:

@@ -135,6 +135,24 @@ def test_a_killed_server_can_be_started_again_at_once_on_the_same_port(tmp_path:
             assert again.ready()
 
 
+def test_a_port_that_a_killed_servers_children_still_hold_is_waited_for(tmp_path: Path) -> None:
+    lock = tmp_path / "v1" / "run" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("1234")  # what a killed server leaves
+    with (
+        socket.create_server(("127.0.0.1", 0)) as held,
+        start(tmp_path, "--port", str(held.getsockname()[1])) as process,
+    ):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        held.close()
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready ")
+        process.terminate()
+        assert process.wait(LIMIT_S) == 0
+    assert lock.read_text() == ""
+
+
 def test_killing_the_engine_ends_its_streams_with_engine_lost_and_the_next_one_serves(tmp_path: Path) -> None:
     with serving(tmp_path, "--engine=--step-delay-ms 20") as server:
         stream = server.open("/stream/100000")

@@ -102,6 +102,20 @@ def test_wake_ends_a_poll_from_another_thread(link: Link) -> None:
     waker.join()
 
 
+def test_wake_and_close_after_close_do_nothing_to_descriptors_that_came_since(path: Path) -> None:
+    link = Link(listen(path), Options().welcome())
+    link.close()
+    pipes = [os.pipe() for _ in range(4)]
+    link.wake()
+    link.close()
+    for read_end, write_end in pipes:
+        os.set_blocking(read_end, False)
+        with pytest.raises(BlockingIOError):
+            os.read(read_end, 1)
+        os.close(read_end)
+        os.close(write_end)
+
+
 def pickle_bomb(canary: Path) -> bytes:
     class Bomb:
         def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
