@@ -8,11 +8,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stencilpress.gateway.detokenizer import StopFilter, StopStrings, TokenTable, UnsupportedDecoderError
+
+SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Hypothesis builds its Unicode tables on first use, which takes seconds."""
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Don't panic: 42 + 1 = 43.\n\n    def f(x):\n\treturn x\n",
@@ -109,7 +112,7 @@ def full_decode(name: str, ids: list[int]) -> str:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=300)
+@settings(SLOW_START, max_examples=300)
 def test_any_ids_give_the_text_of_decoding_them_at_once(name: str, data: st.DataObject) -> None:
     size = TOKENIZERS[name]().get_vocab_size()
     ids = data.draw(st.lists(st.integers(0, size + 3), max_size=40))  # some ids have no token at all
@@ -118,7 +121,7 @@ def test_any_ids_give_the_text_of_decoding_them_at_once(name: str, data: st.Data
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=300)
+@settings(SLOW_START, max_examples=300)
 def test_runs_of_byte_tokens_give_the_text_of_decoding_them_at_once(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if name in ("byte-level", "demo-base") else None
@@ -134,7 +137,7 @@ def test_runs_of_byte_tokens_give_the_text_of_decoding_them_at_once(name: str, d
         st.text(max_size=40), st.sampled_from(HARD_TEXTS), st.lists(st.sampled_from(HARD_TEXTS)).map("".join)
     )
 )
-@settings(deadline=None, max_examples=200)
+@settings(SLOW_START, max_examples=200)
 def test_encoded_text_streams_without_broken_characters(name: str, text: str) -> None:
     ids = TOKENIZERS[name]().encode(text, add_special_tokens=False).ids
     pieces = pieces_of(name, ids)
@@ -214,7 +217,7 @@ small_text = st.text(alphabet="ab ", max_size=30)
     stops=st.lists(st.text(alphabet="ab ", min_size=1, max_size=6), min_size=1, max_size=4),
     pieces=st.lists(small_text, max_size=20),
 )
-@settings(deadline=None, max_examples=500)
+@settings(SLOW_START, max_examples=500)
 def test_nothing_of_a_stop_string_is_shown_and_nothing_else_is_lost(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     cut = first_stop(stops, text)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stencilpress.engine.messages import Welcome
@@ -20,6 +20,9 @@ from stencilpress.gateway.api.schemas import (
     template_messages,
 )
 from stencilpress.gateway.errors import ContextLengthError, InvalidRequestError
+
+SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Hypothesis builds its Unicode tables on first use, which takes seconds."""
 
 MESSAGE = {"role": "user", "content": "hi"}
 LIMITS = Limits(max_model_len=100, vocab_size=1000, default_max_tokens=40, eos_ids=(2,))
@@ -268,6 +271,7 @@ json_values = st.recursive(
 )
 
 
+@settings(SLOW_START)
 @given(fields=st.dictionaries(st.sampled_from(ChatRequest.__struct_fields__), json_values, max_size=6))
 def test_whatever_the_values_a_body_is_read_or_refused(fields: dict[str, Any]) -> None:
     try:

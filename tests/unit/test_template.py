@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stencilpress.gateway.template import BREAK, ChatTemplate, TemplateError, load_chat_template
 from stencilpress.gateway.tokenizer import ModelTokenizer, NoChatTemplateError
+
+SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Hypothesis builds its Unicode tables on first use, which takes seconds."""
 
 HEADERS = """{% set ns = namespace(system='') %}
 {%- for message in messages %}
@@ -139,7 +142,7 @@ def chats(draw: st.DrawFn) -> list[dict[str, str]]:
 
 
 @given(chat=chats(), thinking=st.sampled_from([{}, {"enable_thinking": False}, {"enable_thinking": True}]))
-@settings(deadline=None, max_examples=150)
+@settings(SLOW_START, max_examples=150)
 def test_a_chat_is_encoded_as_transformers_encodes_it(
     ours: ModelTokenizer, reference: PreTrainedTokenizerFast, chat: list[dict[str, str]], thinking: dict[str, bool]
 ) -> None:
