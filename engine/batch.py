@@ -29,8 +29,13 @@ class Batch:
     draws: tuple[Draw, ...]
 
 
-def make_batch(plan: StepPlan, memory: PoolMemory, adapter: Callable[[str], AdapterView]) -> Batch:
-    """Lay a plan out as rows, segment by segment. ``adapter`` gives the view of a placed adapter."""
+def make_batch(
+    plan: StepPlan, memory: PoolMemory, adapter: Callable[[str], AdapterView], last: Deltas | None = None
+) -> Batch:
+    """Lay a plan out as rows, segment by segment. ``adapter`` gives the view of a placed adapter.
+
+    ``last`` are the deltas of the step before: they serve again if the same adapters have the same rows.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     spans: list[Span] = []
@@ -51,8 +56,14 @@ def make_batch(plan: StepPlan, memory: PoolMemory, adapter: Callable[[str], Adap
         tokens=torch.tensor(tokens, device=device),
         positions=torch.tensor(positions, device=device),
         attention=plan_attention(spans, memory.kv, memory.flat.dtype, device),
-        deltas=Deltas(pieces, memory.shapes) if pieces else None,
+        deltas=_deltas(pieces, memory, last),
         draw_rows=tuple(row for row, _, _ in drawing),
         keys=tuple(key for _, key, _ in drawing),
         draws=tuple(draw for _, _, draw in drawing),
     )
+
+
+def _deltas(pieces: list[Piece], memory: PoolMemory, last: Deltas | None) -> Deltas | None:
+    if not pieces:
+        return None
+    return last if last is not None and last.pieces == pieces else Deltas(pieces, memory.shapes)

@@ -12,6 +12,7 @@ from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.model.llama import Decoder
 from stencilpress.engine.plan import Sampled, StepPlan
 from stencilpress.engine.sampler import sample
+from stencilpress.kernels.sgmv.batched import Deltas
 from stencilpress.kernels.sgmv.views import AdapterView
 
 
@@ -22,11 +23,12 @@ class Runner:
         self._decoder = decoder
         self._memory = memory
         self._adapter = adapter
+        self._last_deltas: Deltas | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""
-        batch = make_batch(plan, self._memory, self._adapter)
+        batch = self._batch(plan)
         hidden_TX = self._forward(batch)
         if not batch.draws:
             return []
@@ -35,7 +37,12 @@ class Runner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Compute a plan and return the logits of every row (T, V), in the served dtype; nothing is drawn."""
-        return self._decoder.logits(self._forward(make_batch(plan, self._memory, self._adapter)))
+        return self._decoder.logits(self._forward(self._batch(plan)))
+
+    def _batch(self, plan: StepPlan) -> Batch:
+        batch = make_batch(plan, self._memory, self._adapter, self._last_deltas)
+        self._last_deltas = batch.deltas
+        return batch
 
     def _forward(self, batch: Batch) -> Tensor:
         return self._decoder.forward(batch.tokens, batch.positions, self._memory.kv, batch.attention, batch.deltas)

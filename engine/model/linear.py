@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stencilpress.engine.model.threads import Threads
+
 PACK_ROWS = 8
 """Rows that the layout is chosen for; measured not to matter from 1 to 512."""
 
@@ -29,10 +31,10 @@ class Linear(Protocol):
         """Returns residual + self(x), rounded once where the backend can."""
 
 
-def make_linear(weight_OD: Tensor, bias_O: Tensor | None = None) -> Linear:
+def make_linear(weight_OD: Tensor, bias_O: Tensor | None, threads: Threads) -> Linear:
     """The fastest form for the weight's device and dtype. ``weight_OD`` may be freed by the caller afterwards."""
     if weight_OD.device.type == "cpu" and _packs(weight_OD.dtype):
-        return _Packed(weight_OD, bias_O)
+        return _Packed(weight_OD, bias_O, threads)
     return _Plain(weight_OD, bias_O)
 
 
@@ -51,19 +53,24 @@ class _Plain:
 class _Packed:
     """oneDNN's inner product on a weight in its own layout, by the operators that torch.compile uses."""
 
-    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None, threads: Threads) -> None:
+        self._elems = weight_OD.numel()
+        self._threads = threads
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OD.contiguous(), PACK_ROWS)  # noqa: SLF001
         self._bias = bias_O
         self._product = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
         self._product_add = torch.ops.mkldnn._linear_pointwise.binary  # noqa: SLF001
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        y_TO: Tensor = self._product(x_TD, self._weight, self._bias, "none", [], "")
-        return y_TO
+        return self._threads.product(self._work(x_TD), self._product, x_TD, self._weight, self._bias, "none", [], "")
 
     def add(self, x_TD: Tensor, residual_TO: Tensor) -> Tensor:
-        y_TO: Tensor = self._product_add(x_TD, residual_TO, self._weight, self._bias, "add")
-        return y_TO
+        return self._threads.product(
+            self._work(x_TD), self._product_add, x_TD, residual_TO, self._weight, self._bias, "add"
+        )
+
+    def _work(self, x_TD: Tensor) -> int:
+        return self._elems + self._elems * len(x_TD) // 16
 
 
 @cache
@@ -75,7 +82,7 @@ def _packs(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x, residual = (torch.randn(n, 16, generator=generator).to(dtype) for n in (16, 3, 3))
     try:
-        packed = _Packed(weight, None)
+        packed = _Packed(weight, None, Threads())
         got = torch.cat((packed(x), packed.add(x, residual)))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from stencilpress.engine.model.linear import Linear
 from stencilpress.engine.model.rope import RotaryTable, rotate
+from stencilpress.engine.model.threads import Threads
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.attention.reference import AttentionPlan, PagedKV, attend
 
@@ -41,12 +42,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole base model on its device. ``embedding`` is (V, X)."""
+    """A whole base model on its device. ``embedding`` is (V, X); ``threads`` is what the layers' products share."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Linear
+    threads: Threads
 
 
 class Deltas(Protocol):
@@ -69,6 +71,7 @@ class Decoder:
         self, tokens_T: Tensor, positions_T: Tensor, kv: PagedKV, attention: AttentionPlan, deltas: Deltas | None
     ) -> Tensor:
         """Run all layers, writing keys and values to ``kv``. Returns the last layer's output (T, X), not yet normed."""
+        self._weights.threads.begin(len(tokens_T), attention.positions)
         factors = self._rotary.at(positions_T)
         x_TX = embedding(tokens_T, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):

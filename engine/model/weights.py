@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stencilpress.engine.model.linear import Linear, make_linear
 from stencilpress.engine.model.llama import LayerWeights, Weights
+from stencilpress.engine.model.threads import Threads
 from stencilpress.engine.spec import ModelSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,21 +31,25 @@ def load_weights(model_dir: Path, spec: ModelSpec, device: torch.device) -> Weig
     Raises :class:`WeightsError` for a missing, surplus or misshapen tensor and for an unreadable file. The peak is
     the model plus one layer, and on a CPU the embedding twice when the head shares it (each in its own layout).
     """
+    threads = Threads()
     with ExitStack() as files:
         source = _Source(model_dir, files, getattr(torch, spec.dtype), device)
         vocab = (spec.vocab_size, spec.hidden_size)
         embedding = source.take("model.embed_tokens.weight", vocab)
         weights = Weights(
             embedding=embedding,
-            layers=tuple(_layer(source, spec, f"model.layers.{n}.") for n in range(spec.num_layers)),
+            layers=tuple(_layer(source, spec, f"model.layers.{n}.", threads) for n in range(spec.num_layers)),
             final_norm=source.take("model.norm.weight", (spec.hidden_size,)),
-            head=make_linear(embedding if spec.tied_embeddings else source.take("lm_head.weight", vocab)),
+            threads=threads,
+            head=make_linear(
+                embedding if spec.tied_embeddings else source.take("lm_head.weight", vocab), None, threads
+            ),
         )
         source.finish(may_remain={"lm_head.weight"} if spec.tied_embeddings else set())
     return weights
 
 
-def _layer(source: _Source, spec: ModelSpec, prefix: str) -> LayerWeights:
+def _layer(source: _Source, spec: ModelSpec, prefix: str, threads: Threads) -> LayerWeights:
     def linear(block: str, names: str, bias: bool) -> Linear:
         projections = [projections_by_name[name] for name in names.split()]
         full = [f"{prefix}{block}.{p.name}" for p in projections]
@@ -55,7 +60,7 @@ def _layer(source: _Source, spec: ModelSpec, prefix: str) -> LayerWeights:
         biases = [
             source.take(f"{name}.bias", (p.out_features,)) for name, p in zip(full, projections, strict=True) if bias
         ]
-        return make_linear(_joined(weight), _joined(biases) if bias else None)
+        return make_linear(_joined(weight), _joined(biases) if bias else None, threads)
 
     def norm(name: str, size: int) -> Tensor:
         return source.take(f"{prefix}{name}.weight", (size,))

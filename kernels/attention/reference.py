@@ -20,13 +20,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stencilpress.kernels.attention import Span
 
+SHORT = 256
+"""Padding by less than this is not worth another group."""
+
 Index = npt.NDArray[np.int64]
 _Spot = tuple[Span, Index]
 """A span and the row of each of its request's positions."""
 
-SDPA_POSITIONS = 512
-"""Up to this many padded positions fused attention beats two batched products (measured: 29 against 66 us for 64,
-71 against 96 for 256, 295 against 205 for 2,048; 9 heads of 64, two cores, bf16)."""
+SDPA_LIMIT, SDPA_START = 1536, 72
+"""Fused attention beats two batched products while N * (S + start) <= limit, N pairs of request and key-value head.
+Measured in bf16 on one core: N = 3, S = 64: 13 against 31 us; N = 24, S = 256: 204 against 82."""
 
 
 class PagedKV:
@@ -88,13 +91,14 @@ class _Prefill:
 class AttentionPlan:
     """What every layer of one step needs. ``write_rows`` (T,) is where each token's key lies in layer 0.
 
-    ``whole``: the one group of decodes is the batch, row by row.
+    ``whole``: the one group of decodes is the batch, row by row. ``positions``: how many the decodes read, padded.
     """
 
     write_rows: Tensor
     decodes: tuple[_Decodes, ...]
     prefills: tuple[_Prefill, ...]
     whole: bool
+    positions: int
 
 
 def plan_attention(spans: Sequence[Span], kv: PagedKV, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
@@ -104,11 +108,13 @@ def plan_attention(spans: Sequence[Span], kv: PagedKV, dtype: torch.dtype, devic
     for span, positions in spots:
         write[span.row : span.row + span.length] = positions[span.start :]
     groups = _similar([spot for spot in spots if spot[0].length == 1])
+    decodes = tuple(_decodes(group, kv, dtype, device) for group in groups)
     return AttentionPlan(
         torch.from_numpy(write).to(device),
-        tuple(_decodes(group, kv, dtype, device) for group in groups),
+        decodes,
         tuple(_prefill(span, positions, kv, dtype, device) for span, positions in spots if span.length > 1),
         whole=[len(group) for group in groups] == [len(write)],
+        positions=sum(group.mask.shape[2] * len(group.rows) for group in decodes),
     )
 
 
@@ -116,7 +122,7 @@ def _similar(decodes: list[_Spot]) -> list[list[_Spot]]:
     """Groups whose padding at most doubles what is read, each in the order of the batch's rows."""
     groups: list[list[_Spot]] = []
     for spot in sorted(decodes, key=lambda spot: -len(spot[1])):
-        if not groups or 2 * len(spot[1]) + SDPA_POSITIONS < len(groups[-1][0][1]):
+        if not groups or 2 * len(spot[1]) + SHORT < len(groups[-1][0][1]):
             groups.append([])
         groups[-1].append(spot)
     return [sorted(group, key=lambda spot: spot[0].row) for group in groups]
@@ -166,7 +172,7 @@ def _attend_decodes(q_BX: Tensor, kv: PagedKV, layer: int, group: _Decodes) -> T
     """The query heads of one key-value head are the rows of one small product."""
     (B, K, S), D = group.index.shape, kv.head_dim
     k, v = kv.read(layer, group.index.view(-1))
-    if B * S <= SDPA_POSITIONS:
+    if B * K * (S + SDPA_START) <= SDPA_LIMIT:
         q_BKGD, mask_BK1S = q_BX.view(B, K, -1, D), group.mask.view(B, K, 1, S)
         k_BKSD, v_BKSD = k.view(B, K, S, D), v.view(B, K, S, D)
         return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BK1S).reshape(B, -1)

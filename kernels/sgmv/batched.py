@@ -1,9 +1,9 @@
 """The segmented product as few dense ones, in PyTorch: what the CPU engine runs. The contract is in the package.
 
-A long segment multiplies the pool's own rows through strided views. Short neighbours (decodes of several adapters)
-are copied side by side, A as (C, D) and B as a block-diagonal (C, O), so that two products serve them all; between
-the products each row keeps its own adapter's columns alone. A product costs 15 to 30 us on a CPU whatever its size,
-copying a few rows 1 us.
+Neighbouring segments are stacked: their parts are copied side by side, A as (C, D) and B as a block-diagonal (C, O), so
+that two products serve them all, and between the products each row keeps its own adapter's columns alone. A product
+in half precision takes 13 us or more on a CPU however small it is, copying a few rows 1 us. Where the columns of others
+would cost more than calls do, a segment is multiplied alone, through strided views of the pool.
 """
 
 # T rows, D input features, O output features of the group, C columns: the ranks of all stacked parts
@@ -19,10 +19,10 @@ from torch import Tensor
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.views import AdapterView, Part
 
-LONG_ROWS = 32
-"""A segment of so many rows is multiplied alone: stacked, it would waste more on other adapters' columns."""
-MAX_COLUMNS = 512
-"""Stacks are cut at this width, so that the waste grows with the batch and not with its square."""
+FP32_ROWS = 32
+"""Below so many rows a segment alone is multiplied in fp32: small products take 2 us in it."""
+CALL_MACS = 4 << 20
+"""Multiply-adds that take as long as the calls of one part that is multiplied alone."""
 
 
 class Piece(NamedTuple):
@@ -33,44 +33,45 @@ class Piece(NamedTuple):
     adapter: AdapterView
 
 
-_Adapted = list[tuple[Piece, tuple[Part, ...]]]
-
-
 class Deltas:
-    """The deltas of one step. ``pieces`` are in the order of rows; rows in none of them are the base's."""
+    """The deltas of one step, or of several with the same pieces: how to compute them is worked out once.
+
+    ``pieces`` are in the order of rows; rows in none of them are the base's. ``shapes`` has the groups of a layer.
+    """
 
     def __init__(self, pieces: Sequence[Piece], shapes: Sequence[GroupShape]) -> None:
+        self.pieces = pieces
         self._shapes = shapes
-        self._neighbours = _neighbours(pieces)
+        self._products: dict[int, list[_Alone | _Stacked]] = {}
         self._weights: dict[object, tuple[Tensor, Tensor]] = {}
 
     def add(self, y_TO: Tensor, x_TD: Tensor, layer: int, group: int) -> None:
         """Add the delta of one (layer, group) to ``y_TO`` in place."""
         entry = layer * len(self._shapes) + group
-        for pieces in self._neighbours:
-            for adapted in _stacks(pieces, entry):
-                if len(adapted) == 1:
-                    _add_alone(y_TO, x_TD, *adapted[0])
-                else:
-                    self._add_stacked(y_TO, x_TD, adapted, self._shapes[group])
+        products = self._products.get(entry)
+        if products is None:
+            products = self._products[entry] = list(self._prepare(entry, self._shapes[group]))
+        for product in products:
+            product.add(y_TO, x_TD)
 
-    def _add_stacked(self, y_TO: Tensor, x_TD: Tensor, adapted: _Adapted, shape: GroupShape) -> None:
+    def _prepare(self, entry: int, shape: GroupShape) -> Iterator[_Alone | _Stacked]:
+        for adapted in _stacks(self.pieces, entry, shape):
+            yield _Alone(*adapted[0]) if len(adapted) == 1 else self._stacked(adapted, shape)
+
+    def _stacked(self, adapted: _Adapted, shape: GroupShape) -> _Stacked:
         stacks = [
             [(piece, part) for piece, parts in adapted for part in parts if part.columns == shape.columns(projection)]
             for projection in range(len(shape.out_features))
         ]
         columns = [column for stack in stacks for column in stack]
         rows = slice(adapted[0][0].first, adapted[-1][0].end)
-        foreign_TC, scale_TC = self._weights_of(columns, rows)
-        a_CD = torch.cat([part.a for _, part in columns])
-        b_CO = torch.block_diag(  # type: ignore[no-untyped-call]
-            *(
-                torch.cat([part.b for _, part in stack]) if stack else a_CD.new_empty(0, width)
-                for stack, width in zip(stacks, shape.out_features, strict=True)
-            )
+        absent = [columns[0][1].b.new_empty(0, width) for width in shape.out_features]
+        return _Stacked(
+            rows,
+            [part.a for _, part in columns],
+            [[part.b for _, part in stack] or [none] for stack, none in zip(stacks, absent, strict=True)],
+            *self._weights_of(columns, rows),
         )
-        h_TC = (x_TD[rows] @ a_CD.T).masked_fill_(foreign_TC, 0).mul_(scale_TC)
-        y_TO[rows].add_(h_TC @ b_CO)
 
     def _weights_of(self, columns: list[tuple[Piece, Part]], rows: slice) -> tuple[Tensor, Tensor]:
         """Where a row meets another's column (T, C), and the scales, fp32 (C,). Most layers share them."""
@@ -86,37 +87,56 @@ class Deltas:
         return self._weights[key]
 
 
-def _neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Runs of short pieces without a long one, or as many rows of the base, between them; long pieces alone."""
-    runs: list[list[Piece]] = []
-    last_end, after_long = 0, True
-    for piece in pieces:
-        long = piece.end - piece.first >= LONG_ROWS
-        if long or after_long or piece.first - last_end >= LONG_ROWS:
-            runs.append([])
-        runs[-1].append(piece)
-        last_end, after_long = piece.end, long
-    return runs
+_Adapted = list[tuple[Piece, tuple[Part, ...]]]
 
 
-def _stacks(pieces: list[Piece], entry: int) -> Iterator[_Adapted]:
-    """The pieces whose adapter changes this entry, cut at :data:`MAX_COLUMNS`."""
+def _stacks(pieces: Sequence[Piece], entry: int, shape: GroupShape) -> Iterator[_Adapted]:
+    """The pieces whose adapter changes this entry; neighbours together while that wastes less than it saves."""
     stack: _Adapted = []
-    columns = 0
+    area = columns = 0
     for piece in pieces:
         parts = piece.adapter.entries[entry]
-        width = sum(part.rank for part in parts)
-        if stack and columns + width > MAX_COLUMNS:
+        if not parts:
+            continue
+        own = sum(part.rank for part in parts)
+        joint = (piece.end - stack[0][0].first) * (columns + own) if stack else 0
+        waste = joint - area - (piece.end - piece.first) * own
+        if stack and waste * (shape.in_features + sum(shape.out_features)) > CALL_MACS * len(parts):
             yield stack
             stack, columns = [], 0
-        if parts:
-            stack.append((piece, parts))
-            columns += width
+        stack.append((piece, parts))
+        columns += own
+        area = (piece.end - stack[0][0].first) * columns
     if stack:
         yield stack
 
 
-def _add_alone(y_TO: Tensor, x_TD: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
-    rows = slice(piece.first, piece.end)
-    for part in parts:
-        y_TO[rows, part.columns].add_((x_TD[rows] @ part.a.T) @ part.b, alpha=part.scale)
+class _Alone(NamedTuple):
+    """One piece, through the pool's own rows."""
+
+    piece: Piece
+    parts: tuple[Part, ...]
+
+    def add(self, y_TO: Tensor, x_TD: Tensor) -> None:
+        first, end, _ = self.piece
+        x, y = x_TD[first:end], y_TO[first:end]
+        dtype = torch.float32 if end - first < FP32_ROWS else x.dtype
+        x = x.to(dtype)
+        for part in self.parts:
+            y[:, part.columns].add_((x @ part.a.to(dtype).T) @ part.b.to(dtype), alpha=part.scale)
+
+
+class _Stacked(NamedTuple):
+    """Several pieces: all parts' A, per projection its parts' B, whose columns are foreign to which row, the scales."""
+
+    rows: slice
+    a: list[Tensor]
+    b: list[list[Tensor]]
+    foreign: Tensor
+    scale: Tensor
+
+    def add(self, y_TO: Tensor, x_TD: Tensor) -> None:
+        a_CD = torch.cat(self.a)
+        b_CO = torch.block_diag(*map(torch.cat, self.b))  # type: ignore[no-untyped-call]
+        h_TC = (x_TD[self.rows] @ a_CD.T).masked_fill_(self.foreign, 0).mul_(self.scale)
+        y_TO[self.rows].add_(h_TC @ b_CO)

@@ -17,7 +17,7 @@ from torch import Tensor
 from stencilpress.kernels.sgmv.table import Entry, GroupShape, Words, read_table
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One projection in adjacent slices: y[:, columns] += scale * (x @ a.T) @ b, with ``a`` (R, D), ``b`` (R, O)."""
 
@@ -31,7 +31,7 @@ class Part:
         return self.a.shape[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdapterView:
     """An adapter in the pool. ``entries[layer * groups + group]`` has no parts where it changes nothing.
 
