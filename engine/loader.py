@@ -170,7 +170,9 @@ def _build(folder: Path, path: Path, spec: ModelSpec) -> None:
     partial = path.with_suffix(".building")
     partial.unlink(missing_ok=True)
     try:
-        write_image(partial, spec, modules, lambda name: _array(tensors[name]))
+        header = write_image(partial, spec, modules, lambda name: _array(tensors[name]))
+        if header.digest != folder.name:
+            raise ImageError(f"files are of adapter {header.digest[:12]}, expected {folder.name[:12]}")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -1,0 +1,276 @@
+"""The loader: from files to host memory to pages, and every fault as an answer."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stencilpress.engine.image import image_name
+from stencilpress.engine.loader import Loader
+from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, LoadResult, Page, Placed, PlaceOrder
+from stencilpress.kernels.sgmv.views import AdapterView
+from tests.unit.tiny_models import MAX_RANK, Engine, load_engine, save_adapter, save_model
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+class _Bench:
+    """A loader on a small pool, its answers taken one by one."""
+
+    def __init__(self, engine: Engine, adapters_dir: Path, max_lora_rank: int = MAX_RANK) -> None:
+        self.engine = engine
+        self.wakes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.loader = Loader(
+            adapters_dir,
+            engine.spec,
+            engine.memory,
+            max_lora_rank,
+            wake=lambda: self.wakes.put(threading.current_thread().name),
+        )
+
+    def ask(self, order: LoadOrder) -> LoadResult:
+        self.loader.submit(order)
+        assert self.wakes.get(timeout=30) == "loader"
+        (result,) = self.loader.results()
+        return result
+
+    def fetch(self, digest: str) -> Fetched:
+        result = self.ask(FetchOrder(digest))
+        assert isinstance(result, Fetched)
+        return result
+
+    def place(self, digest: str, first: Page) -> AdapterView:
+        pages = self.fetch(digest).pages
+        assert self.ask(PlaceOrder(digest, tuple(range(first, first + pages)))) == Placed(digest)
+        return self.loader.adapter(digest)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A model folder, an adapters folder and the digest of the adapter in it, as uploaded: without an image."""
+    root = tmp_path_factory.mktemp("loader")
+    save_model(root / "model", "llama")
+    digest = save_adapter(root / "adapters", root / "model", 1, r=20, lora_alpha=10, target_modules=TARGETS)
+    return root / "model", root / "adapters", digest
+
+
+@pytest.fixture
+def digest(stored: tuple[Path, Path, str]) -> str:
+    return stored[2]
+
+
+@pytest.fixture
+def bench(stored: tuple[Path, Path, str], tmp_path: Path) -> Iterator[_Bench]:
+    shutil.copytree(stored[1], tmp_path / "adapters")
+    made = _Bench(load_engine(stored[0], pages=40), tmp_path / "adapters")
+    yield made
+    made.loader.close()
+
+
+@pytest.fixture
+def folder(bench: _Bench, digest: str, tmp_path: Path) -> Path:
+    return tmp_path / "adapters" / digest
+
+
+def _check_view(view: AdapterView, folder: Path, engine: Engine) -> None:
+    """The view holds the file's matrices, transposed, with the scale, and nothing for what is not adapted."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    parents = {"q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn"}
+    groups = engine.spec.groups
+    assert len(view.entries) == engine.spec.num_layers * len(groups)
+    for entry, parts in enumerate(view.entries):
+        layer, shape = entry // len(groups), engine.memory.shapes[entry % len(groups)]
+        for p, projection in enumerate(groups[entry % len(groups)].projections):
+            mine = [part for part in parts if part.columns == shape.columns(p)]
+            prefix = f"base_model.model.model.layers.{layer}.{parents.get(projection.name, 'mlp')}.{projection.name}"
+            if projection.name not in TARGETS:
+                assert not mine
+                continue
+            assert torch.equal(torch.cat([part.a for part in mine]), tensors[f"{prefix}.lora_A.weight"])
+            assert torch.equal(torch.cat([part.b for part in mine]).T, tensors[f"{prefix}.lora_B.weight"])
+            assert {part.scale for part in mine} == {0.5}
+
+
+def test_an_adapter_without_an_image_is_built_and_placed(bench: _Bench, digest: str, folder: Path) -> None:
+    path = folder / image_name(bench.engine.spec.fingerprint())
+    assert not path.exists()
+
+    fetched = bench.fetch(digest)
+
+    assert fetched.error == ""
+    assert fetched.host_bytes == path.stat().st_size - 4096
+    assert bench.ask(PlaceOrder(digest, tuple(range(7, 7 + fetched.pages)))) == Placed(digest)
+    _check_view(bench.loader.adapter(digest), folder, bench.engine)
+    elems = bench.engine.memory.geometry.page_elems
+    assert bench.engine.memory.flat[: 7 * elems].isnan().all()
+    assert bench.engine.memory.flat[(7 + fetched.pages) * elems :].isnan().all()
+    assert [entry.name for entry in folder.iterdir() if "image" in entry.name] == [path.name], "no partial files"
+
+
+def test_the_slice_table_stands_in_the_pool_at_its_offset(bench: _Bench, digest: str) -> None:
+    view = bench.place(digest, first=3)
+
+    memory = bench.engine.memory
+    offset_bytes = view.table_offset * memory.geometry.dtype_bytes
+    words = memory.flat.view(torch.uint8)[offset_bytes:].view(torch.int64)
+    assert int(words[0]) & 0xFFFFFFFF == 20
+    assert int(words[0]) >> 32 == 0b101, "q and v of the first group"
+    address = words[4 * len(view.entries)]
+    assert torch.equal(memory.flat[address : address + 48], view.entries[0][0].a[0])
+
+
+def test_an_image_once_built_is_read_again(bench: _Bench, digest: str, folder: Path) -> None:
+    bench.fetch(digest)
+    (folder / "adapter_model.safetensors").unlink()
+
+    assert bench.fetch(digest).error == ""
+
+
+def test_an_adapter_moves_to_other_pages(bench: _Bench, digest: str, folder: Path) -> None:
+    bench.place(digest, first=0)
+    bench.loader.submit(DropOrder(digest, "hbm"))
+    bench.engine.memory.flat.fill_(torch.nan)
+
+    _check_view(bench.place(digest, first=20), folder, bench.engine)
+
+
+def test_files_of_another_adapter_are_not_converted(bench: _Bench, digest: str, folder: Path) -> None:
+    """Rounded to half precision it is another adapter, whatever its folder is called."""
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+    fetched = bench.fetch(digest)
+
+    assert fetched.error.endswith(f"expected {digest[:12]}")
+    assert not (folder / image_name(bench.engine.spec.fingerprint())).exists()
+
+
+def _truncate(folder: Path, image: Path) -> None:
+    image.write_bytes(image.read_bytes()[:-5])
+
+
+def _flip(folder: Path, image: Path) -> None:
+    data = bytearray(image.read_bytes())
+    data[-100] ^= 1
+    image.write_bytes(data)
+
+
+def _empty(folder: Path, image: Path) -> None:
+    image.write_bytes(b"")
+
+
+def _folder_in_place_of_the_image(folder: Path, image: Path) -> None:
+    image.unlink()
+    image.mkdir()
+
+
+def _no_files(folder: Path, image: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _config_is_no_json(folder: Path, image: Path) -> None:
+    image.unlink()
+    (folder / "adapter_config.json").write_text("{")
+
+
+def _weights_are_damaged(folder: Path, image: Path) -> None:
+    image.unlink()
+    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def _weights_of_another_shape(folder: Path, image: Path) -> None:
+    image.unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncate,
+        _flip,
+        _empty,
+        _folder_in_place_of_the_image,
+        _no_files,
+        _config_is_no_json,
+        _weights_are_damaged,
+        _weights_of_another_shape,
+    ],
+)
+def test_damage_is_an_answer_and_the_next_order_is_served(
+    bench: _Bench, digest: str, folder: Path, damage: Callable[[Path, Path], None], stored: tuple[Path, Path, str]
+) -> None:
+    image = folder / image_name(bench.engine.spec.fingerprint())
+    bench.fetch(digest)
+    bench.loader.submit(DropOrder(digest, "host"))
+    damage(folder, image)
+
+    fetched = bench.fetch(digest)
+
+    assert fetched.error
+    assert (fetched.host_bytes, fetched.pages) == (0, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(stored[1] / digest, folder)
+    assert bench.fetch(digest).error == ""
+
+
+@pytest.mark.parametrize("name", ["../adapters", "x", "", "0" * 64, "A" * 64, "é" * 64])
+def test_a_name_that_is_no_stored_digest_is_an_answer(bench: _Bench, name: str) -> None:
+    assert bench.fetch(name).error
+
+
+def test_an_image_of_another_adapter_is_refused(bench: _Bench, digest: str, folder: Path) -> None:
+    bench.fetch(digest)
+    other = folder.with_name("1" * 64)
+    folder.rename(other)
+
+    assert "expected 111111111111" in bench.fetch(other.name).error
+
+
+def test_a_rank_over_the_limit_is_refused(bench: _Bench, digest: str, tmp_path: Path) -> None:
+    strict = _Bench(bench.engine, tmp_path / "adapters", max_lora_rank=19)
+
+    error = strict.fetch(digest).error
+    strict.loader.close()
+
+    assert error == "rank 20 exceeds max_lora_rank 19"
+
+
+def test_placing_what_is_not_hosted_is_an_answer(bench: _Bench, digest: str) -> None:
+    fetched = bench.fetch(digest)
+    bench.loader.submit(DropOrder(digest, "host"))
+
+    placed = bench.ask(PlaceOrder(digest, tuple(range(fetched.pages))))
+
+    assert isinstance(placed, Placed)
+    assert placed.error
+    with pytest.raises(KeyError):
+        bench.loader.adapter(digest)
+
+
+def test_a_dropped_adapter_has_no_view(bench: _Bench, digest: str) -> None:
+    bench.place(digest, first=0)
+    bench.loader.submit(DropOrder(digest, "hbm"))
+    bench.fetch(digest)  # orders are carried out one after the other
+
+    with pytest.raises(KeyError):
+        bench.loader.adapter(digest)
+
+
+def test_closing_carries_out_what_was_ordered(bench: _Bench, digest: str) -> None:
+    for _ in range(5):
+        bench.loader.submit(FetchOrder(digest))
+
+    bench.loader.close()
+
+    assert [result.error for result in bench.loader.results()] == [""] * 5
+    assert bench.loader.results() == []
+    bench.loader = Loader(Path("/nonexistent"), bench.engine.spec, bench.engine.memory, 8, wake=lambda: None)
