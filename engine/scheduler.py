@@ -14,7 +14,7 @@ from itertools import chain
 
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, FinishReason, Stats, Step, Submit, Token, unpack_tokens
-from stencilpress.engine.plan import Chunk, Fetched, LoadResult, RequestKey, Sampled, Segment, StepPlan
+from stencilpress.engine.plan import FAILED, Chunk, Fetched, LoadResult, RequestKey, Sampled, Segment, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.request import Request, State
 from stencilpress.engine.residency import Residency
@@ -363,6 +363,9 @@ class Scheduler:
     def _deliver(self, request: Request, draw: Sampled) -> None:
         if not request.generated:
             self._prompt_tokens += request.prompt_len
+        if draw.token == FAILED:
+            self._end(request, "error", "internal", "the model's output was not finite")
+            return
         self._completion_tokens += 1
         reason = request.accept(draw.token)
         self._replies(request).tokens.append(Token(request.key[1], draw.token, draw.logprob, draw.top))

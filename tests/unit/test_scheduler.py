@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stencilpress.engine.messages import Sampling, Submit
-from stencilpress.engine.plan import Sampled
+from stencilpress.engine.plan import FAILED, Sampled
 from tests.unit.simulator import code, make_engine, shape
 
 
@@ -220,6 +220,17 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     assert code(aborted) == "internal"
     spared = engine.submit((1, 4), [1, 2], 9)
     engine.run_until_idle()
+    assert spared.text == spared.expected
+
+
+def test_a_draw_that_failed_ends_its_own_request() -> None:
+    engine = make_engine()
+    doomed, spared = (engine.submit((1, i), [1, 2], 9) for i in range(2))
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    engine.scheduler.commit(plan, [replace(s, token=FAILED) if s.key == (1, 0) else s for s in engine.device.run(plan)])
+    engine.run_until_idle()
+    assert (code(doomed), doomed.text) == ("internal", [])
     assert spared.text == spared.expected
 
 
