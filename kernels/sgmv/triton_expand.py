@@ -171,7 +171,8 @@ def expand_blocks_kernel(
     if PDL:
         gdc_wait()
     units = tl.load(counts_ptr) * TILES
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    unit = tl.program_id(0)
+    while unit < units:
         block = unit // TILES
         p, start, width, column = _place(unit % TILES, N0, N1, N2, BLOCK)
         row, rows = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
@@ -202,3 +203,4 @@ def expand_blocks_kernel(
                 acc_MO = tl.dot(high_MR, B_RO, acc_MO, input_precision="ieee")
                 acc_MO = tl.dot(low_MR, B_RO, acc_MO, input_precision="ieee")
         tl.store(y_MO_ptr, (y_MO.to(tl.float32) + scale * acc_MO).to(y_ptr.dtype.element_ty), mask=inside)
+        unit += tl.num_programs(0)

@@ -117,7 +117,8 @@ def shrink_blocks_kernel(
     addresses_ptr += entry.to(tl.int64) * max_items * R
     entries_ptr += entry.to(tl.int64) * max_items * 4
     units = tl.load(counts_ptr + 1) * (P * K)
-    for unit in range(tl.program_id(0), units, tl.num_programs(0)):
+    unit = tl.program_id(0)
+    while unit < units:
         item, p, k = unit // (P * K), unit // K % P, unit % K
         address_R = tl.load(addresses_ptr + item * R + r)
         mask = tl.load(entries_ptr + item * 4)
@@ -134,3 +135,4 @@ def shrink_blocks_kernel(
             acc_MR = tl.dot(x_MK, tl.trans(A_RK), acc_MR, input_precision="ieee")
         place = ((item * P + p) * K + k).to(tl.int64) * (M * R)
         tl.store(partial_ptr + place + m[:, None] * R + r[None, :], acc_MR, mask=(m < rows)[:, None])
+        unit += tl.num_programs(0)
