@@ -88,7 +88,7 @@ def expand_rows_kernel(
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Blocks of one row each. Weights of the next item load while this one's are multiplied."""
+    """Blocks of one row each. The first weights load before the wait for the shrink."""
     if PDL:
         gdc_launch_dependents()
     r, k = tl.arange(0, R), tl.arange(0, KP)
@@ -113,17 +113,16 @@ def expand_rows_kernel(
         y_O = tl.load(y_O_ptr, mask=(o < width) & adapted, other=0.0)
         acc_O = tl.zeros((BLOCK,), dtype=tl.float32)
         item = block
-        for nth in range(0, items):
+        for nth in tl.range(0, items, num_stages=1):
             place = ((item * P + p) * K).to(tl.int64) * R
             there = (k < K)[:, None] & ((address_R >= 0) & adapted)[None, :]
             planes_ptr = partial_ptr + place + k[:, None] * R + r[None, :]
             partial_KR = tl.load(planes_ptr, mask=there, other=0.0, cache_modifier=".cg")
+            acc_O += tl.sum(tl.sum(partial_KR, axis=0)[:, None] * B_RO.to(tl.float32), axis=0)
             item = extra + nth
             more = nth + 1 < items
             address_R = tl.load(addresses_ptr + item * R + r, mask=more, other=-1)
-            next_RO = _load_B_RO(pool_ptr, address_R, mask, more, p, start, width, D, N0, N1, BLOCK, ALIGN)
-            acc_O += tl.sum(tl.sum(partial_KR, axis=0)[:, None] * B_RO.to(tl.float32), axis=0)
-            B_RO = next_RO
+            B_RO = _load_B_RO(pool_ptr, address_R, mask, more, p, start, width, D, N0, N1, BLOCK, ALIGN)
         y_O = (y_O.to(tl.float32) + scale * acc_O).to(y_ptr.dtype.element_ty)
         tl.store(y_O_ptr, y_O, mask=(o < width) & adapted)
         unit += tl.num_programs(0)
@@ -185,7 +184,7 @@ def expand_blocks_kernel(
         inside = (m < rows)[:, None] & ((o < width) & adapted)[None, :]
         y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0)
         acc_MO = tl.zeros((M, BLOCK), dtype=tl.float32)
-        for nth in range(0, items):
+        for nth in tl.range(0, items, num_stages=1):
             item = tl.where(nth == 0, block, extra + nth - 1)
             address_R = tl.load(addresses_ptr + item * R + r)
             B_RO = _load_B_RO(pool_ptr, address_R, mask, True, p, start, width, D, N0, N1, BLOCK, ALIGN)

@@ -9,6 +9,7 @@ without a new capture.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -31,10 +32,6 @@ class GroupShape:
         """Elements that divide every row's start in a slice: 8 make loads 16 bytes wide."""
         return 8 if all(n % 8 == 0 for n in (self.in_features, *self.out_features)) else 1
 
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        return (*self.out_features, 0, 0)[:3]  # type: ignore[return-value]
-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -49,17 +46,49 @@ class Cut:
 
 
 def rows_cut(shape: GroupShape, ranks: int) -> Cut:
-    """For blocks of one row: about 16 parts, and 32 KiB of B a program."""
-    part = min(1024, max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, 16))))
+    """For blocks of one row: about 16 parts, and up to 32 KiB of weights a program."""
+    part = triton.next_power_of_2(triton.cdiv(shape.in_features, 16))
+    part = min(16384 // ranks, max(64, part))
     outputs = min(16384 // ranks, max(64, triton.next_power_of_2(max(shape.out_features))))
-    return Cut(part, part, outputs, warps=4, programs=16)
+    return Cut(part, part, outputs, warps=8 if part * ranks > 8192 else 4, programs=32)
 
 
 def blocks_cut(shape: GroupShape, rows: int) -> Cut:
-    """For blocks of many rows: parts of 1024 inputs (fewer planes to add up), loads of 128."""
-    part = min(1024, triton.next_power_of_2(shape.in_features)) if rows > 16 else 512
+    """For blocks of many rows: few parts, because their planes cost rows * ranks to add up."""
+    parts = 4 if rows > 16 else 16
+    part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, parts)))
     outputs = min(128, max(64, triton.next_power_of_2(max(shape.out_features))))
-    return Cut(part, min(128, part), outputs, warps=4, programs=16)
+    return Cut(part, min(128, part), outputs, warps=8 if rows > 16 else 4, programs=32)
+
+
+Constants = dict[str, Any]
+
+
+def rows_constants(shape: GroupShape, ranks: int, cut: Cut | None = None) -> tuple[Constants, Constants]:
+    """Compile-time constants of the shrink and of the expand for blocks of one row."""
+    cut = cut or rows_cut(shape, ranks)
+    common, outs = _common(shape, ranks, cut), _outs(shape, cut)
+    return {**common, "BLOCK": cut.part}, {**common, **outs, "KP": triton.next_power_of_2(common["K"])}
+
+
+def blocks_constants(
+    shape: GroupShape, rows: int, ranks: int, f32_dot: bool, cut: Cut | None = None
+) -> tuple[Constants, Constants]:
+    """The same for blocks of many rows."""
+    cut = cut or blocks_cut(shape, rows)
+    common = {**_common(shape, ranks, cut), "M": rows, "F32_DOT": f32_dot}
+    return {**common, "PART": cut.part, "BLOCK": cut.load}, {**common, **_outs(shape, cut)}
+
+
+def _common(shape: GroupShape, ranks: int, cut: Cut) -> Constants:
+    parts = triton.cdiv(shape.in_features, cut.part)
+    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": ranks, "ALIGN": shape.align}
+
+
+def _outs(shape: GroupShape, cut: Cut) -> Constants:
+    n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
+    tiles = sum(triton.cdiv(n, cut.outputs) for n in shape.out_features)
+    return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
 
 
 def sgmv(
@@ -79,29 +108,22 @@ def sgmv(
     """
     _check(y_TO, x_TD, pool, shape)
     rows, ranks = work.tile
-    if cut is None:
-        cut = rows_cut(shape, ranks) if rows == 1 else blocks_cut(shape, rows)
-    parts = triton.cdiv(shape.in_features, cut.part)
-    projections = len(shape.out_features)
-    partial = torch.empty(work.max_items * projections * parts * rows * ranks, dtype=torch.float32, device=y_TO.device)
-    lists = (work.addresses_EWR, work.entries_EW4, partial, entry, work.max_items)
-    sizes = {"D": shape.in_features, "P": projections, "K": parts, "R": ranks, "ALIGN": shape.align}
-    options = {"num_warps": cut.warps, **launch_options(y_TO.device)}
-    n0, n1, n2 = shape.widths
-    tiles = sum(triton.cdiv(n, cut.outputs) for n in shape.out_features)
-    outs = {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
-    most = cut.programs * multiprocessors(y_TO.device)
-    shrink_grid = (min(work.max_items * projections * parts, most),)
-    expand_grid = (min(work.blocks_B4.shape[0] * tiles, most),)
-    to_shrink = (x_TD, pool, work.counts_4, work.items_W4, *lists, x_TD.stride(0))
-    to_expand = (y_TO, pool, work.counts_4, work.blocks_B4, *lists, y_TO.stride(0))
     if rows == 1:
-        shrink_rows_kernel[shrink_grid](*to_shrink, BLOCK=cut.part, **sizes, **options)
-        expand_rows_kernel[expand_grid](*to_expand, KP=triton.next_power_of_2(parts), **sizes, **outs, **options)
-        return
-    dots = {"M": rows, "F32_DOT": INTERPRETED}
-    shrink_blocks_kernel[shrink_grid](*to_shrink, PART=cut.part, BLOCK=cut.load, **dots, **sizes, **options)
-    expand_blocks_kernel[expand_grid](*to_expand, **dots, **sizes, **outs, **options)
+        kernels = (shrink_rows_kernel, expand_rows_kernel)
+        shrink, expand = rows_constants(shape, ranks, cut)
+    else:
+        kernels = (shrink_blocks_kernel, expand_blocks_kernel)
+        shrink, expand = blocks_constants(shape, rows, ranks, INTERPRETED, cut)
+    cut = cut or (rows_cut(shape, ranks) if rows == 1 else blocks_cut(shape, rows))
+    units = work.max_items * shrink["P"] * shrink["K"]
+    partial = torch.empty(units * rows * ranks, dtype=torch.float32, device=y_TO.device)
+    lists = (work.addresses_EWR, work.entries_EW4, partial, entry, work.max_items)
+    most = cut.programs * multiprocessors(y_TO.device)
+    options = {"num_warps": cut.warps, **launch_options(y_TO.device)}
+    grid = (min(units, most),)
+    kernels[0][grid](x_TD, pool, work.counts_4, work.items_W4, *lists, x_TD.stride(0), **shrink, **options)
+    grid = (min(work.blocks_B4.shape[0] * expand["TILES"], most),)
+    kernels[1][grid](y_TO, pool, work.counts_4, work.blocks_B4, *lists, y_TO.stride(0), **expand, **options)
 
 
 def _check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:

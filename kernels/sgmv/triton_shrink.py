@@ -56,7 +56,7 @@ def shrink_rows_kernel(
     ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Items of one row each. The next item's weights load while this one's are multiplied."""
+    """Items of one row each. The first weights load before the wait for x."""
     if PDL:
         gdc_launch_dependents()
     r = tl.arange(0, R)
@@ -75,15 +75,14 @@ def shrink_rows_kernel(
         row = tl.load(items_ptr + item * 4)
         i = k * BLOCK + tl.arange(0, BLOCK)
         x_K = tl.load(x_ptr + row.to(tl.int64) * x_stride + i, mask=i < D, other=0.0).to(tl.float32)
-        place = ((item * P + p) * K + k) * R
+        place = ((item * P + p) * K + k).to(tl.int64) * R
+        tl.store(partial_ptr + place + r, tl.sum(A_RK.to(tl.float32) * x_K[None, :], axis=1))
         unit += tl.num_programs(0)
-        item, p, k = unit // (P * K), unit // K % P, unit % K
         live = unit < units
+        item, p, k = unit // (P * K), unit // K % P, unit % K
         address_R = tl.load(addresses_ptr + item * R + r, mask=live, other=-1)
         mask = tl.load(entries_ptr + item * 4, mask=live, other=0)
-        next_RK = _load_A_RK(pool_ptr, address_R, mask, live, p, k * BLOCK, D, BLOCK, D, ALIGN)
-        tl.store(partial_ptr + place.to(tl.int64) + r, tl.sum(A_RK.to(tl.float32) * x_K[None, :], axis=1))
-        A_RK = next_RK
+        A_RK = _load_A_RK(pool_ptr, address_R, mask, live, p, k * BLOCK, D, BLOCK, D, ALIGN)
 
 
 @triton.jit(do_not_specialize=["entry"])

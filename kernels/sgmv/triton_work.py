@@ -147,7 +147,7 @@ class SgmvWork:
 
 
 @triton.jit
-def _resolve_kernel(
+def resolve_kernel(
     words_ptr,
     counts_ptr,
     items_ptr,
@@ -190,7 +190,7 @@ def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
         raise ValueError("the pool must be flat and contiguous")
     num_entries = work.entries_EW4.shape[0]
     grid = (min(work.max_items, 1024), triton.cdiv(num_entries, _ENTRIES_AT_ONCE))
-    _resolve_kernel[grid](
+    resolve_kernel[grid](
         pool.view(torch.int64),
         work.counts_4,
         work.items_W4,
