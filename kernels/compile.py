@@ -22,10 +22,16 @@ from stencilpress.kernels.attention.triton_decode import join_kernel, split_kern
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
-from stencilpress.kernels.sgmv.triton_expand import expand_blocks_kernel, expand_rows_kernel
-from stencilpress.kernels.sgmv.triton_sgmv import GroupShape, blocks_constants, blocks_cut, rows_constants, rows_cut
-from stencilpress.kernels.sgmv.triton_shrink import shrink_blocks_kernel, shrink_rows_kernel
-from stencilpress.kernels.sgmv.triton_work import resolve_kernel
+from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
+from stencilpress.kernels.sgmv.triton_rows import rows_kernel
+from stencilpress.kernels.sgmv.triton_sgmv import (
+    GroupShape,
+    choose_cut,
+    expand_constants,
+    rows_constants,
+    shrink_constants,
+)
+from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
@@ -56,27 +62,27 @@ class Compiled:
 
 def cases() -> Iterator[Case]:
     """All kernels, at the sizes of an 8B Llama in bf16."""
-    lists = "*i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
+    lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
+    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
     for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
-        for ranks in (16, 32):
-            shrink, expand = rows_constants(shape, ranks)
-            warps = {"num_warps": rows_cut(shape, ranks).warps}
-            yield Case(f"shrink-rows-{name}-{ranks}", shrink_rows_kernel, f"*bf16 *bf16 {lists}", shrink, warps)
-            yield Case(f"expand-rows-{name}-{ranks}", expand_rows_kernel, f"*bf16 *bf16 {lists}", expand, warps)
-        for rows, ranks in ((16, 16), (64, 16), (64, 64)):
-            shrink, expand = blocks_constants(shape, rows, ranks, f32_dot=False)
-            warps = {"num_warps": blocks_cut(shape, rows).warps}
-            label = f"blocks-{name}-{rows}x{ranks}"
-            yield Case(f"shrink-{label}", shrink_blocks_kernel, f"*bf16 *bf16 {lists}", shrink, warps)
-            yield Case(f"expand-{label}", expand_blocks_kernel, f"*bf16 *bf16 {lists}", expand, warps)
+        for tile in (Tile(1, 16), Tile(16, 16), Tile(64, 16), Tile(64, 64)):
+            cut = choose_cut(shape, tile)
+            label = f"{name}-{tile.rows}x{tile.ranks}"
+            if tile.rows == 1:
+                yield Case(f"rows-{label}", rows_kernel, rows, rows_constants(shape, tile, cut))
+                continue
+            constants = shrink_constants(shape, tile, cut, f32_dot=False)
+            yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.shrink_warps})
+            constants = expand_constants(shape, tile, cut, f32_dot=False)
+            yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.expand_warps})
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
         yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
     yield Case("decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2})
     types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
-    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128}, {"num_warps": 8})
+    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128}, {"num_warps": 4})
     constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": True}
     yield Case("rms-norm", rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
     types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
@@ -119,6 +125,8 @@ def faults(compiled: Compiled) -> list[str]:
     found = []
     if compiled.stack_bytes:
         found.append(f"{compiled.stack_bytes} bytes of stack: registers spill")
+    if ".cache_hint.b16" in compiled.ptx:
+        found.append("weights load two bytes at a time")
     if compiled.shared_bytes > SHARED_BYTES[compiled.capability]:
         found.append(f"{compiled.shared_bytes} bytes of shared memory")
     return found

@@ -115,8 +115,8 @@ def join_kernel(
 
 
 def choose_splits(sequences: int, kv_heads: int, max_length: int, device: torch.device) -> int:
-    """Enough runs to fill the device about four times over, none shorter than 128 tokens."""
-    wanted = triton.cdiv(4 * multiprocessors(device), sequences * kv_heads)
+    """Enough runs for three programs a multiprocessor, none shorter than 128 tokens."""
+    wanted = triton.cdiv(3 * multiprocessors(device), sequences * kv_heads)
     return max(1, min(wanted, triton.cdiv(max_length, 128), 64))
 
 

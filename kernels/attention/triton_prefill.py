@@ -81,10 +81,13 @@ def _attend(
     d = tl.arange(0, DP)
     for first in range(start, end, N):
         t = first + tl.arange(0, N)
-        ok = t < end
-        page = tl.load(pages_ptr + t // PAGE, mask=ok, other=0)
+        inside = (d < D)[None, :] & (t >= 0)[:, None]
+        if CAUSAL:
+            inside = inside & (t < end)[:, None]
+            page = tl.load(pages_ptr + t // PAGE, mask=t < end, other=0)
+        else:
+            page = tl.load(pages_ptr + t // PAGE)
         place_N = page.to(tl.int64) * page_elems + (t % PAGE) * (G * D)
-        inside = ok[:, None] & (d < D)[None, :]
         K_ND = tl.load(kv_ptr + place_N[:, None] + d[None, :], mask=inside, other=0.0)
         V_ND = tl.load(kv_ptr + PAGE * G * D + place_N[:, None] + d[None, :], mask=inside, other=0.0)
         if F32_DOT:
@@ -197,7 +200,7 @@ def prefill_attention(
         M=max(_PAIRS, triton.next_power_of_2(per_kv_head)),
         N=64,
         F32_DOT=INTERPRETED,
-        num_warps=8,
+        num_warps=4,
         num_stages=3,
         **launch_options(q_THD.device),
     )

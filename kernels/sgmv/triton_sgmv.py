@@ -1,4 +1,4 @@
-"""The segmented product of ``kernels/sgmv`` on a GPU: shrink, then expand, two launches a group.
+"""The segmented product of ``kernels/sgmv`` on a GPU: one launch a group for decodes, two for many rows an adapter.
 
 A step uses it so: the host plans (:func:`plan_work`), the list travels (:meth:`SgmvWork.load`), the device
 resolves it once (:func:`resolve`), and each layer calls :func:`sgmv` for each of its groups. All shapes and
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import triton
 
-from stencilpress.kernels.sgmv.triton_expand import expand_blocks_kernel, expand_rows_kernel
-from stencilpress.kernels.sgmv.triton_shrink import shrink_blocks_kernel, shrink_rows_kernel
-from stencilpress.kernels.sgmv.triton_work import SgmvWork
-from stencilpress.kernels.triton_launch import INTERPRETED, launch_options, multiprocessors
+from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
+from stencilpress.kernels.sgmv.triton_rows import rows_kernel
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
+from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,57 +35,54 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one launch pair is cut: inputs of a part and of a load, outputs of a tile, and the ceiling of
-    programs a multiprocessor."""
+    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile, and
+    warps of the shrink and of the expand (one row: of the kernel)."""
 
+    rows: int
     part: int
     load: int
     outputs: int
-    warps: int
-    programs: int
+    shrink_warps: int = 4
+    expand_warps: int = 4
 
 
-def rows_cut(shape: GroupShape, ranks: int) -> Cut:
-    """For blocks of one row: about 16 parts, and up to 32 KiB of weights a program."""
-    part = triton.next_power_of_2(triton.cdiv(shape.in_features, 16))
-    part = min(16384 // ranks, max(64, part))
-    outputs = min(16384 // ranks, max(64, triton.next_power_of_2(max(shape.out_features))))
-    return Cut(part, part, outputs, warps=8 if part * ranks > 8192 else 4, programs=32)
-
-
-def blocks_cut(shape: GroupShape, rows: int) -> Cut:
-    """For blocks of many rows: few parts, because their planes cost rows * ranks to add up."""
-    parts = 4 if rows > 16 else 16
-    part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, parts)))
-    outputs = min(128, max(64, triton.next_power_of_2(max(shape.out_features))))
-    return Cut(part, min(128, part), outputs, warps=8 if rows > 16 else 4, programs=32)
+def choose_cut(shape: GroupShape, tile: Tile) -> Cut:
+    """One row: up to 32 KiB of weights a program. Many: few parts, because their planes cost rows * ranks each."""
+    widest = max(64, triton.next_power_of_2(max(shape.out_features)))
+    if tile.rows == 1:
+        part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, 16)), 16384 // tile.ranks)
+        part = min(part, 16384 // tile.ranks, triton.next_power_of_2(shape.in_features))
+        return Cut(1, part, part, min(16384 // tile.ranks, widest))
+    part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, 4)))
+    return Cut(tile.rows, part, min(256 if tile.ranks <= 16 else 128, part), min(128, widest))
 
 
 Constants = dict[str, Any]
 
 
-def rows_constants(shape: GroupShape, ranks: int, cut: Cut | None = None) -> tuple[Constants, Constants]:
-    """Compile-time constants of the shrink and of the expand for blocks of one row."""
-    cut = cut or rows_cut(shape, ranks)
-    common, outs = _common(shape, ranks, cut), _outs(shape, cut)
-    return {**common, "BLOCK": cut.part}, {**common, **outs, "KP": triton.next_power_of_2(common["K"])}
+def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
+    """Compile-time constants of the rows kernel."""
+    common = {**_common(shape, tile, cut), **_outputs(shape, cut)}
+    return {**common, "PART": cut.part, "KP": triton.next_power_of_2(common["K"])}
 
 
-def blocks_constants(
-    shape: GroupShape, rows: int, ranks: int, f32_dot: bool, cut: Cut | None = None
-) -> tuple[Constants, Constants]:
-    """The same for blocks of many rows."""
-    cut = cut or blocks_cut(shape, rows)
-    common = {**_common(shape, ranks, cut), "M": rows, "F32_DOT": f32_dot}
-    return {**common, "PART": cut.part, "BLOCK": cut.load}, {**common, **_outs(shape, cut)}
+def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
+    """Compile-time constants of the shrink of blocks."""
+    rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
+    return {**_common(shape, tile, cut), **rows}
 
 
-def _common(shape: GroupShape, ranks: int, cut: Cut) -> Constants:
+def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
+    """Compile-time constants of the expand of blocks."""
+    return {**_common(shape, tile, cut), **_outputs(shape, cut), "M": tile.rows, "F32_DOT": f32_dot}
+
+
+def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     parts = triton.cdiv(shape.in_features, cut.part)
-    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": ranks, "ALIGN": shape.align}
+    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": shape.align}
 
 
-def _outs(shape: GroupShape, cut: Cut) -> Constants:
+def _outputs(shape: GroupShape, cut: Cut) -> Constants:
     n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
     tiles = sum(triton.cdiv(n, cut.outputs) for n in shape.out_features)
     return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
@@ -103,27 +100,63 @@ def sgmv(
     """Add the adapters' share of one (layer, group) to ``y_TO``, in place.
 
     ``y_TO`` (rows, sum of out_features) and ``x_TD`` (rows, in_features) have unit inner stride; ``pool`` is flat;
-    all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved. Rows outside the work list
-    are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
+    all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved, and serves one stream. Rows
+    outside the work list are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
+    cut = cut or choose_cut(shape, work.tile)
     rows, ranks = work.tile
+    parts = triton.cdiv(shape.in_features, cut.part)
+    planes = work.max_items * len(shape.out_features) * parts
+    partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)
     if rows == 1:
-        kernels = (shrink_rows_kernel, expand_rows_kernel)
-        shrink, expand = rows_constants(shape, ranks, cut)
-    else:
-        kernels = (shrink_blocks_kernel, expand_blocks_kernel)
-        shrink, expand = blocks_constants(shape, rows, ranks, INTERPRETED, cut)
-    cut = cut or (rows_cut(shape, ranks) if rows == 1 else blocks_cut(shape, rows))
-    units = work.max_items * shrink["P"] * shrink["K"]
-    partial = torch.empty(units * rows * ranks, dtype=torch.float32, device=y_TO.device)
-    lists = (work.addresses_EWR, work.entries_EW4, partial, entry, work.max_items)
-    most = cut.programs * multiprocessors(y_TO.device)
-    options = {"num_warps": cut.warps, **launch_options(y_TO.device)}
-    grid = (min(units, most),)
-    kernels[0][grid](x_TD, pool, work.counts_4, work.items_W4, *lists, x_TD.stride(0), **shrink, **options)
-    grid = (min(work.blocks_B4.shape[0] * expand["TILES"], most),)
-    kernels[1][grid](y_TO, pool, work.counts_4, work.blocks_B4, *lists, y_TO.stride(0), **expand, **options)
+        _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut)
+        return
+    shrink(partial, x_TD, pool, work, entry, shape, cut)
+    expand(y_TO, partial, pool, work, entry, shape, cut)
+
+
+def _rows(
+    y_TO: torch.Tensor,
+    x_TD: torch.Tensor,
+    partial: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
+) -> None:
+    constants = rows_constants(shape, work.tile, cut)
+    shrinks = work.max_items * constants["P"] * constants["K"]
+    grid = (shrinks + work.blocks_B4.shape[0] * constants["TILES"],)
+    lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4, work.arrived_B4)
+    numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
+    options = {"num_warps": cut.expand_warps, **launch_options(x_TD.device)}
+    rows_kernel[grid](x_TD, y_TO, pool, *lists, partial, *numbers, **constants, **options)
+
+
+def shrink(
+    partial: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, work: SgmvWork, entry: int, shape: GroupShape, cut: Cut
+) -> None:
+    """The first kernel for blocks; ``partial`` is fp32 (items, projections, parts, rows, ranks)."""
+    constants = shrink_constants(shape, work.tile, cut)
+    grid = (work.max_items * (work.tile.rows // cut.rows) * constants["P"] * constants["K"],)
+    lists = (work.counts_4, work.items_W4, work.addresses_EWR, work.entries_EW4)
+    options = {"num_warps": cut.shrink_warps, **launch_options(x_TD.device)}
+    numbers = (entry, work.max_items, x_TD.stride(0))
+    shrink_blocks_kernel[grid](x_TD, pool, *lists, partial, *numbers, **constants, **options)
+
+
+def expand(
+    y_TO: torch.Tensor, partial: torch.Tensor, pool: torch.Tensor, work: SgmvWork, entry: int, shape: GroupShape, cut: Cut
+) -> None:
+    """The second: adds what ``partial`` gives to ``y_TO``."""
+    constants = expand_constants(shape, work.tile, cut)
+    grid = (work.blocks_B4.shape[0] * constants["TILES"],)
+    lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
+    options = {"num_warps": cut.expand_warps, **launch_options(y_TO.device)}
+    numbers = (entry, work.max_items, y_TO.stride(0))
+    expand_blocks_kernel[grid](y_TO, pool, *lists, partial, *numbers, **constants, **options)
 
 
 def _check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:

@@ -60,7 +60,7 @@ def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
 
 class WorkPlan(NamedTuple):
     """A work list on the host: ``blocks_B4`` is (row, rows, items, extra), ``items_W4`` is (row, rows,
-    first rank, 0), both int32; ``tables_W`` int64."""
+    first rank, block), both int32; ``tables_W`` int64."""
 
     tile: Tile
     blocks_B4: npt.NDArray[np.int32]
@@ -82,7 +82,7 @@ def plan_work(segments: Sequence[AdapterRows], tile: Tile) -> WorkPlan:
     block_W = np.concatenate((np.arange(len(segment)), later))
     nth_W = np.concatenate((np.zeros_like(segment), np.arange(len(later)) + len(segment) - extra_B[later] + 1))
     blocks = np.stack((row_B, rows_B, items_B, extra_B), axis=1)
-    items = np.stack((row_B[block_W], rows_B[block_W], nth_W * tile.ranks, np.zeros_like(nth_W)), axis=1)
+    items = np.stack((row_B[block_W], rows_B[block_W], nth_W * tile.ranks, block_W), axis=1)
     return WorkPlan(tile, blocks.astype(np.int32), items.astype(np.int32), table[segment][block_W])
 
 
@@ -92,7 +92,8 @@ class SgmvWork:
 
     ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
     :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
-    the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales.
+    the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
+    ``arrived_B4`` int32, the rows kernel's counters, zero between launches.
     """
 
     tile: Tile
@@ -103,6 +104,7 @@ class SgmvWork:
     tables_W: torch.Tensor
     addresses_EWR: torch.Tensor
     entries_EW4: torch.Tensor
+    arrived_B4: torch.Tensor
 
     @classmethod
     def allocate(cls, tile: Tile, max_blocks: int, max_items: int, entries: int, device: torch.device) -> SgmvWork:
@@ -113,9 +115,9 @@ class SgmvWork:
         head, blocks, items, tables = list_N.split((_HEAD, block_words, item_words, 2 * max_items))
         addresses = torch.empty((entries, max_items, tile.ranks), dtype=torch.int64, device=device)
         words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
-        return cls(
-            tile, list_N, head, blocks.view(-1, _BLOCK), items.view(-1, _ITEM), tables.view(torch.int64), addresses, words
-        )
+        arrived = torch.zeros((max_blocks, 4), dtype=torch.int32, device=device)
+        blocks, items, tables = blocks.view(-1, _BLOCK), items.view(-1, _ITEM), tables.view(torch.int64)
+        return cls(tile, list_N, head, blocks, items, tables, addresses, words, arrived)
 
     @classmethod
     def of(cls, plan: WorkPlan, entries: int, device: torch.device) -> SgmvWork:

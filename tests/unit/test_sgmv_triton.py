@@ -116,7 +116,7 @@ def test_plan_covers_each_row_and_rank_once() -> None:
     plan = plan_work(segments, Tile(16, 16))
     seen = {
         (row, table, rank + first)
-        for (start, rows, first, _), table in zip(plan.items_W4.tolist(), plan.tables_W.tolist(), strict=True)
+        for (start, rows, first, _block), table in zip(plan.items_W4.tolist(), plan.tables_W.tolist(), strict=True)
         for row in range(start, start + rows)
         for rank in range(16)
     }
