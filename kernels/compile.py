@@ -63,7 +63,7 @@ class Compiled:
 def cases() -> Iterator[Case]:
     """All kernels, at the sizes of an 8B Llama in bf16."""
     lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
-    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *fp32 i32 i32 i32 i32"
+    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
     for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
         for tile in (Tile(1, 16), Tile(16, 16), Tile(64, 16), Tile(64, 64)):

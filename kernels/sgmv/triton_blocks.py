@@ -49,9 +49,8 @@ def shrink_blocks_kernel(
     F32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of PART inputs is walked BLOCK at a time, for MS rows of an item."""
-    if PDL:
-        gdc_launch_dependents()
+    """A part of PART inputs is walked BLOCK at a time, for MS rows of an item. Its successor starts only after
+    the wait: then all that precedes this kernel is done, so that the expand may load y before it waits."""
     SUBS: tl.constexpr = M // MS
     r, m = tl.arange(0, R), tl.arange(0, MS)
     addresses_ptr += entry.to(tl.int64) * max_items * R
@@ -64,6 +63,7 @@ def shrink_blocks_kernel(
     live = item < tl.load(counts_ptr + 1)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if live & (sub * MS < rows):
         m += sub * MS
         ok = (m < rows)[:, None]
@@ -108,7 +108,7 @@ def expand_blocks_kernel(
     PDL: tl.constexpr,
 ):
     """h enters as the sum of two bf16 numbers, so that rounding it costs nothing beside rounding y. The first
-    weights load before the wait for the shrink."""
+    weights and y load before the wait for the shrink."""
     if PDL:
         gdc_launch_dependents()
     r, m = tl.arange(0, R), tl.arange(0, M)
@@ -124,13 +124,13 @@ def expand_blocks_kernel(
     p, start, width, column = place_tile(unit % TILES, N0, N1, N2, BLOCK)
     scale = tl.load(entries_ptr + block * 4 + 1 + p).to(tl.float32, bitcast=True)
     B_RO = load_B_RO(pool_ptr, address_R, mask, live, p, start, width, D, N0, N1, BLOCK, ALIGN)
+    o = start + tl.arange(0, BLOCK)
+    y_MO_ptr = y_ptr + (row + m).to(tl.int64)[:, None] * y_stride + (column + o)[None, :]
+    inside = (m < rows)[:, None] & ((o < width) & (((mask >> p) & 1) != 0) & live)[None, :]
+    y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
     if live:
-        o = start + tl.arange(0, BLOCK)
-        y_MO_ptr = y_ptr + (row + m).to(tl.int64)[:, None] * y_stride + (column + o)[None, :]
-        inside = (m < rows)[:, None] & ((o < width) & (((mask >> p) & 1) != 0))[None, :]
-        y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0)
         acc_MO = tl.zeros((M, BLOCK), dtype=tl.float32)
         item = block
         for nth in tl.range(0, items, num_stages=1):

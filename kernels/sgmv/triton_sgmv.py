@@ -127,12 +127,13 @@ def _rows(
     cut: Cut,
 ) -> None:
     constants = rows_constants(shape, work.tile, cut)
-    shrinks = work.max_items * constants["P"] * constants["K"]
-    grid = (shrinks + work.blocks_B4.shape[0] * constants["TILES"],)
-    lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4, work.arrived_B4)
+    delta = torch.empty((work.max_items, y_TO.shape[1]), dtype=torch.float32, device=y_TO.device)
+    grid = (work.max_items * (constants["P"] * constants["K"] + constants["TILES"]),)
+    lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
+    scratch = (work.arrived_B4, work.ready(constants["TILES"]), partial, delta)
     numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
     options = {"num_warps": cut.expand_warps, **launch_options(x_TD.device)}
-    rows_kernel[grid](x_TD, y_TO, pool, *lists, partial, *numbers, **constants, **options)
+    rows_kernel[grid](x_TD, y_TO, pool, *lists, *scratch, *numbers, **constants, **options)
 
 
 def shrink(

@@ -30,6 +30,7 @@ TABLE_ENTRY_WORDS = 4
 _HEAD, _BLOCK, _ITEM = 4, 4, 4
 """int32 words of the list's head, of a block and of an item."""
 _ENTRIES_AT_ONCE = 16
+_MOST_TILES = 512
 
 
 class Tile(NamedTuple):
@@ -71,6 +72,8 @@ class WorkPlan(NamedTuple):
 def plan_work(segments: Sequence[AdapterRows], tile: Tile) -> WorkPlan:
     """Cut the rows that have an adapter into blocks and items. Segments must not overlap."""
     facts = np.asarray(segments, dtype=np.int64).reshape(-1, 4)
+    if tile.rows == 1:
+        facts = facts[np.argsort(facts[:, 3], kind="stable")]  # the rows kernel goes from last to first: longest first
     row_start, rows, table, rank = facts.T
     cuts = -(-rows // tile.rows)
     segment = np.repeat(np.arange(len(facts)), cuts)
@@ -93,7 +96,7 @@ class SgmvWork:
     ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
     :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
     the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
-    ``arrived_B4`` int32, the rows kernel's counters, zero between launches.
+    ``arrived_B4`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
     """
 
     tile: Tile
@@ -105,6 +108,7 @@ class SgmvWork:
     addresses_EWR: torch.Tensor
     entries_EW4: torch.Tensor
     arrived_B4: torch.Tensor
+    ready_N: torch.Tensor
 
     @classmethod
     def allocate(cls, tile: Tile, max_blocks: int, max_items: int, entries: int, device: torch.device) -> SgmvWork:
@@ -117,7 +121,8 @@ class SgmvWork:
         words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
         arrived = torch.zeros((max_blocks, 4), dtype=torch.int32, device=device)
         blocks, items, tables = blocks.view(-1, _BLOCK), items.view(-1, _ITEM), tables.view(torch.int64)
-        return cls(tile, list_N, head, blocks, items, tables, addresses, words, arrived)
+        ready = torch.zeros(max_blocks * _MOST_TILES, dtype=torch.int32, device=device)
+        return cls(tile, list_N, head, blocks, items, tables, addresses, words, arrived, ready)
 
     @classmethod
     def of(cls, plan: WorkPlan, entries: int, device: torch.device) -> SgmvWork:
@@ -129,6 +134,12 @@ class SgmvWork:
     @property
     def max_items(self) -> int:
         return self.items_W4.shape[0]
+
+    def ready(self, tiles: int) -> torch.Tensor:
+        """Counters for ``tiles`` tiles of each block. Raises ValueError if that is too many."""
+        if tiles > _MOST_TILES:
+            raise ValueError(f"{tiles} tiles of outputs; at most {_MOST_TILES}")
+        return self.ready_N
 
     def load(self, plan: WorkPlan) -> None:
         """Copy a plan in, asynchronously on a GPU. Raises ValueError if it does not fit or has another tile."""
