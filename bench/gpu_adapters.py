@@ -58,7 +58,9 @@ def build(groups: Sequence[GroupShape], layers: int, ranks: Sequence[int], devic
         head = torch.zeros(entries, 4, dtype=torch.int64)
         for e in range(entries):
             mask = (1 << len(groups[e % len(groups)].out_features)) - 1
-            head[e] = torch.tensor([rank | mask << 32, e * rank, _ONE | _ONE << 32, _ONE | sizes[e % len(groups)] << 32])
+            head[e] = torch.tensor(
+                [rank | mask << 32, e * rank, _ONE | _ONE << 32, _ONE | sizes[e % len(groups)] << 32]
+            )
         word = (pages + i * table_pages) * PAGE_ELEMS // 4
         words = torch.cat((head.flatten(), placed)).to(device)
         pool.view(torch.int64)[word : word + len(words)] = words

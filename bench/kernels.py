@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_adapters import AdapterPool, add_exactly, build
+from bench.gpu_adapters import add_exactly, build
 from bench.results import Result, median_result, record
 from stencilpress.kernels.attention.triton_decode import choose_splits, decode_attention
 from stencilpress.kernels.attention.triton_pages import KVLayout
@@ -160,7 +160,9 @@ class SgmvBench:
 
     @property
     def bytes_moved(self) -> int:
-        weights = sum(s.rank for s in self.segments) * sum(g.in_features * len(g.out_features) + sum(g.out_features) for g in self.case.groups)
+        weights = sum(s.rank for s in self.segments) * sum(
+            g.in_features * len(g.out_features) + sum(g.out_features) for g in self.case.groups
+        )
         rows = self.tokens * sum(g.in_features + 2 * sum(g.out_features) for g in self.case.groups)
         return 2 * (weights + rows)
 
@@ -291,13 +293,23 @@ def rowwise(rows: int, device: torch.device) -> list[Timing]:
     ]
 
 
+def resolve_time(device: torch.device) -> Timing:
+    """The reading of the slice tables, once a step: 64 adapters, 32 layers of four groups."""
+    bench = SgmvBench(SgmvCase("resolve-64-r16", 64, 1, (16,), None, ONE * 4, 8), device)
+    work = bench.work()
+    moved = bench.pool.entries * 64 * (2 * (16 * 8) + 32 + 16)
+    return Timing(
+        bench.case.name, graph_samples(lambda: [resolve(work, bench.pool.pool) for _ in range(8)], 8), moved, 0.0
+    )
+
+
 def line(timing: Timing, ceilings: Ceilings) -> str:
     floor = ceilings.floor_us(timing)
     goal = f"{timing.goal_us:6.1f}" if timing.goal_us else "     -"
     rate = timing.bytes_moved / timing.median_us / 1e3
     return (
-        f"{timing.case:24s} {timing.median_us:9.2f} us  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}  goal {goal}"
-        f"  {rate:7.0f} GB/s  error {timing.error:.1e}"
+        f"{timing.case:24s} {timing.median_us:9.2f} us  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}"
+        f"  goal {goal}  {rate:7.0f} GB/s  error {timing.error:.1e}"
     )
 
 
@@ -341,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
     for attention in ATTENTION_CASES:
         timing = AttentionBench(attention, device).time()
         timings.append(timing)
-    timings += rowwise(64, device) + rowwise(2048, device)
+    timings += [*rowwise(64, device), *rowwise(2048, device), resolve_time(device)]
     for timing in timings:
         print(line(timing, ceilings), flush=True)
         assert timing.error < 1e-2, timing.case

@@ -97,7 +97,14 @@ def split_kernel(
 
 @triton.jit
 def join_kernel(
-    parts_ptr, sums_ptr, out_ptr, D: tl.constexpr, DP: tl.constexpr, X: tl.constexpr, XP: tl.constexpr, PDL: tl.constexpr
+    parts_ptr,
+    sums_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    X: tl.constexpr,
+    XP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weighs the runs of one (sequence, head) by their sums."""
     if PDL:

@@ -150,11 +150,45 @@ def prefill_kernel(
     t_M = position + i
     near = (position + 1) // N * N
     acc_MD, peak_M, sum_M = _attend(
-        q_MD, acc_MD, peak_M, sum_M, kv_ptr, table_ptr, t_M, 0, near, page_elems, scale, G, D, DP, PAGE, N, False, F32_DOT
+        q_MD,
+        acc_MD,
+        peak_M,
+        sum_M,
+        kv_ptr,
+        table_ptr,
+        t_M,
+        0,
+        near,
+        page_elems,
+        scale,
+        G,
+        D,
+        DP,
+        PAGE,
+        N,
+        False,
+        F32_DOT,
     )
     end = position + rows
     acc_MD, peak_M, sum_M = _attend(
-        q_MD, acc_MD, peak_M, sum_M, kv_ptr, table_ptr, t_M, near, end, page_elems, scale, G, D, DP, PAGE, N, True, F32_DOT
+        q_MD,
+        acc_MD,
+        peak_M,
+        sum_M,
+        kv_ptr,
+        table_ptr,
+        t_M,
+        near,
+        end,
+        page_elems,
+        scale,
+        G,
+        D,
+        DP,
+        PAGE,
+        N,
+        True,
+        F32_DOT,
     )
     out_place = (row + i).to(tl.int64) * (G * HEADS * D) + head * D
     out_MD = (acc_MD / sum_M[:, None]).to(out_ptr.dtype.element_ty)
@@ -198,9 +232,9 @@ def prefill_attention(
         DP=max(16, triton.next_power_of_2(dim)),
         PAGE=kv.page_tokens,
         M=max(_PAIRS, triton.next_power_of_2(per_kv_head)),
-        N=64,
+        N=32,
         F32_DOT=INTERPRETED,
         num_warps=4,
-        num_stages=3,
+        num_stages=5,
         **launch_options(q_THD.device),
     )

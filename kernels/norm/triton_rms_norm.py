@@ -51,7 +51,9 @@ def rms_norm_kernel(
     tl.store(out_ptr + t * D + i, (scaled_D.to(dtype).to(tl.float32) * weight_D).to(dtype), mask=ok)
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, residual_TD: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, residual_TD: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns (T, D) in x's dtype. ``residual_TD``, packed, is updated in place. Raises ValueError on a misfit."""
     rows, dim = x_TD.shape
     if weight_D.shape != (dim,) or x_TD.stride(1) != 1:

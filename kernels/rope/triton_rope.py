@@ -108,8 +108,8 @@ def rope_and_write_kv(
 ) -> None:
     """Turn q in place in ``qkv_TN`` (rows, (H + 2 G) D: q, k, v side by side) and write k and v to the pool.
 
-    ``positions_T`` int32; ``slots_T`` int32, page * page_tokens + offset; ``cos_NF``, ``sin_NF`` fp32 (positions, D / 2);
-    ``norms``: weights of the query and key norms and their epsilon. Raises ValueError on a misfit.
+    ``positions_T`` int32; ``slots_T`` int32, page * page_tokens + offset; ``cos_NF``, ``sin_NF`` fp32
+    (positions, D / 2); ``norms``: weights of the query and key norms and their epsilon. Raises ValueError on a misfit.
     """
     rows, width = qkv_TN.shape
     dim = kv.head_dim

@@ -73,7 +73,7 @@ def shrink_blocks_kernel(
         for start in range(k * PART, end, BLOCK):
             i = start + tl.arange(0, BLOCK)
             x_MK = tl.load(x_rows_ptr + i[None, :], mask=ok & (i < end)[None, :], other=0.0)
-            A_RK = load_A_RK(pool_ptr, address_R, mask, True, p, start, end, BLOCK, D, ALIGN)
+            A_RK = load_A_RK(pool_ptr, address_R, mask, True, p, start, end, BLOCK, D)
             if F32_DOT:
                 x_MK, A_RK = x_MK.to(tl.float32), A_RK.to(tl.float32)
             acc_MR = tl.dot(x_MK, tl.trans(A_RK), acc_MR, input_precision="ieee")

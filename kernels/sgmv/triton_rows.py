@@ -14,8 +14,8 @@ of lower numbers: expands for shrinks, first items for further ones (items are t
 counters say how far a block is: ``arrived`` (shrinks, then expands, of each projection) and ``ready`` (further items
 of each tile). Whoever comes last sets them back to zero.
 
-Legend: T rows of the batch, D in_features, O out_features of a projection, W items, B blocks, P projections, K parts of D
-(KP: the power of two at or above), R rank slices of an item, E entries. PART inputs make a part; outputs are cut
+Legend: T rows of the batch, D in_features, O out_features of a projection, W items, B blocks, P projections, K parts
+of D (KP: the power of two at or above), R rank slices of an item, E entries. PART inputs make a part; outputs are cut
 into TILES tiles of BLOCK; N0, N1, N2 are the projections' widths (0: the group has no such projection).
 """
 
@@ -74,7 +74,8 @@ def rows_kernel(
     else:
         _expand(
             y_ptr, pool_ptr, counts_ptr, blocks_ptr, items_ptr, addresses_ptr, entries_ptr, arrived_ptr, ready_ptr,
-            partial_ptr, delta_ptr, unit - shrinks, max_items, y_stride, D, N0, N1, N2, P, K, KP, R, BLOCK, TILES, ALIGN, PDL,
+            partial_ptr, delta_ptr, unit - shrinks, max_items, y_stride, D, N0, N1, N2, P, K, KP, R, BLOCK, TILES,
+            ALIGN, PDL,
         )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def _shrink(
     mask = tl.load(entries_ptr + item * 4)
     live = item < tl.load(counts_ptr + 1)
     row, block = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 3)
-    A_RK = load_A_RK(pool_ptr, address_R, mask, live, p, k * PART, D, PART, D, ALIGN)
+    A_RK = load_A_RK(pool_ptr, address_R, mask, live, p, k * PART, D, PART, D)
     if PDL:
         gdc_wait()
     if live:
@@ -146,7 +147,7 @@ def _expand(
         if first:
             if items > 1:
                 _wait_for(ready_ptr, items - 1)
-                for nth in range(0, items - 1):
+                for nth in range(items - 1):
                     from_ptr = delta_O_ptr + (extra + nth).to(tl.int64) * (N0 + N1 + N2)
                     sum_O += tl.load(from_ptr, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(ready_ptr, 0)

@@ -35,8 +35,8 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile, and
-    warps of the shrink and of the expand (one row: of the kernel)."""
+    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile, warps of
+    the shrink and of the expand (one row: of the kernel), and the most registers a thread of the rows kernel."""
 
     rows: int
     part: int
@@ -44,17 +44,19 @@ class Cut:
     outputs: int
     shrink_warps: int = 4
     expand_warps: int = 4
+    registers: int = 96
 
 
-def choose_cut(shape: GroupShape, tile: Tile) -> Cut:
-    """One row: up to 32 KiB of weights a program. Many: few parts, because their planes cost rows * ranks each."""
-    widest = max(64, triton.next_power_of_2(max(shape.out_features)))
+def choose_cut(shape: GroupShape, tile: Tile, blocks: int) -> Cut:
+    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. Many rows: two parts,
+    because their planes cost rows * ranks each, or more and smaller ones where a few blocks must fill the device."""
+    inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
     if tile.rows == 1:
-        part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, 16)), 16384 // tile.ranks)
-        part = min(part, 16384 // tile.ranks, triton.next_power_of_2(shape.in_features))
-        return Cut(1, part, part, min(16384 // tile.ranks, widest))
-    part = max(64, triton.next_power_of_2(triton.cdiv(shape.in_features, 4)))
-    return Cut(tile.rows, part, min(256 if tile.ranks <= 16 else 128, part), min(128, widest))
+        most = 16384 // tile.ranks
+        return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
+    few = blocks < 16
+    part = max(64, inputs // (4 if few else 2))
+    return Cut(16 if few else tile.rows, part, min(256, part), min(128, widest))
 
 
 Constants = dict[str, Any]
@@ -104,7 +106,7 @@ def sgmv(
     outside the work list are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
-    cut = cut or choose_cut(shape, work.tile)
+    cut = cut or choose_cut(shape, work.tile, work.blocks_B4.shape[0])
     rows, ranks = work.tile
     parts = triton.cdiv(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
@@ -132,12 +134,18 @@ def _rows(
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
     scratch = (work.arrived_B4, work.ready(constants["TILES"]), partial, delta)
     numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
-    options = {"num_warps": cut.expand_warps, **launch_options(x_TD.device)}
+    options = {"num_warps": cut.expand_warps, "maxnreg": cut.registers, **launch_options(x_TD.device)}
     rows_kernel[grid](x_TD, y_TO, pool, *lists, *scratch, *numbers, **constants, **options)
 
 
 def shrink(
-    partial: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, work: SgmvWork, entry: int, shape: GroupShape, cut: Cut
+    partial: torch.Tensor,
+    x_TD: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
 ) -> None:
     """The first kernel for blocks; ``partial`` is fp32 (items, projections, parts, rows, ranks)."""
     constants = shrink_constants(shape, work.tile, cut)
@@ -149,7 +157,13 @@ def shrink(
 
 
 def expand(
-    y_TO: torch.Tensor, partial: torch.Tensor, pool: torch.Tensor, work: SgmvWork, entry: int, shape: GroupShape, cut: Cut
+    y_TO: torch.Tensor,
+    partial: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
 ) -> None:
     """The second: adds what ``partial`` gives to ``y_TO``."""
     constants = expand_constants(shape, work.tile, cut)

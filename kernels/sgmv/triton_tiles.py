@@ -18,9 +18,7 @@ def _adapted_before(mask, p):
 
 
 @triton.jit
-def load_A_RK(
-    pool_ptr, address_R, mask, live, p, start, end, BLOCK: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr
-):
+def load_A_RK(pool_ptr, address_R, mask, live, p, start, end, BLOCK: tl.constexpr, D: tl.constexpr):
     """Columns [start, start + BLOCK) of one projection's rows of A; zero where there are none."""
     i = start + tl.arange(0, BLOCK)
     base = address_R + _adapted_before(mask, p) * D

@@ -51,12 +51,10 @@ class AdapterRows(NamedTuple):
 
 
 def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
-    """The tile that suits a batch: few rows an adapter are bound by weight bytes, many by rows."""
+    """The tile that suits a batch: few rows an adapter are bound by the weights' bytes, many by the rows'. Sixteen
+    slices an item are best at any rank: a wider item leaves fewer programs in flight (bench/kernels.py)."""
     rows = sum(s.rows for s in segments) / max(1, len(segments))
-    rank = max((s.rank for s in segments), default=1)
-    if rows < 3:
-        return Tile(1, 16 if rank <= 16 else 32)
-    return Tile(16 if rows <= 16 else 64, 16 if rank <= 16 else 32 if rank <= 32 else 64)
+    return Tile(1 if rows < 8 else 64, 16)
 
 
 class WorkPlan(NamedTuple):

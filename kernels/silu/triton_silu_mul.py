@@ -40,5 +40,7 @@ def silu_mul(x_TN: torch.Tensor) -> torch.Tensor:
     inner = width // 2
     out = torch.empty((rows, inner), dtype=x_TN.dtype, device=x_TN.device)
     grid = (rows, triton.cdiv(inner, _BLOCK))
-    silu_mul_kernel[grid](x_TN, out, x_TN.stride(0), WIDTH=inner, BLOCK=_BLOCK, num_warps=4, **launch_options(x_TN.device))
+    silu_mul_kernel[grid](
+        x_TN, out, x_TN.stride(0), WIDTH=inner, BLOCK=_BLOCK, num_warps=4, **launch_options(x_TN.device)
+    )
     return out

@@ -30,7 +30,9 @@ class Shape:
 class PoolBuilder:
     """Puts adapters into a pool of NaN, their slices in shuffled places."""
 
-    def __init__(self, groups: list[Shape], layers: int, elems: int, dtype: torch.dtype, seed: int, device: str = "cpu"):
+    def __init__(
+        self, groups: list[Shape], layers: int, elems: int, dtype: torch.dtype, seed: int, device: str = "cpu"
+    ):
         self.groups, self.layers, self.dtype, self.device = groups, layers, dtype, device
         self.random = torch.Generator().manual_seed(seed)
         self.pool = torch.full((elems,), float("nan"), dtype=dtype, device=device)

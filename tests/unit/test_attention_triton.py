@@ -34,7 +34,7 @@ class Cache:
         counts = [-(-n // page) for n in lengths]
         order = torch.randperm(sum(counts) + 2, generator=self.random).to(torch.int32)
         self.pool = torch.full(((sum(counts) + 2) * self.kv.page_elems,), float("nan"), dtype=dtype)
-        self.pages = torch.full((len(lengths), max(max(counts), 1)), 10**6, dtype=torch.int32)
+        self.pages = torch.full((len(lengths), max(*counts, 1)), 10**6, dtype=torch.int32)
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         self.keys, self.values = [], []
         for s, n in enumerate(lengths):
@@ -52,14 +52,16 @@ class Cache:
     def token(self, slot: int) -> torch.Tensor:
         """(K|V, kv_head, head_dim) of one token in the layer under test."""
         kv = self.kv
-        page = self.pool[slot // kv.page_tokens * kv.page_elems :][: LAYERS * 2 * kv.page_tokens * kv.kv_heads * kv.head_dim]
+        page = self.pool[slot // kv.page_tokens * kv.page_elems :][
+            : LAYERS * 2 * kv.page_tokens * kv.kv_heads * kv.head_dim
+        ]
         return page.view(LAYERS, 2, kv.page_tokens, kv.kv_heads, kv.head_dim)[LAYER, :, slot % kv.page_tokens]
 
-    def expected(self, q_HD: torch.Tensor, s: int, seen: int, scale: float) -> torch.Tensor:
-        group = q_HD.shape[0] // self.kv.kv_heads
+    def expected(self, q: torch.Tensor, s: int, seen: int, scale: float) -> torch.Tensor:
+        group = q.shape[0] // self.kv.kv_heads
         k = self.keys[s][:seen].double().repeat_interleave(group, 1)
         v = self.values[s][:seen].double().repeat_interleave(group, 1)
-        weights = torch.softmax(torch.einsum("hd,thd->ht", q_HD.double(), k) * scale, dim=1)
+        weights = torch.softmax(torch.einsum("hd,thd->ht", q.double(), k) * scale, dim=1)
         return torch.einsum("ht,thd->hd", weights, v)
 
 
@@ -122,7 +124,9 @@ def test_rope_and_kv_write(normed: bool, dtype: torch.dtype) -> None:
     norms = (weights[0], weights[1], 1e-6) if normed else None
     q, k, v = (part.double() for part in qkv.view(4, -1, dim).split((heads, kv_heads, kv_heads), dim=1))
     if normed:
-        q, k = (torch.nn.functional.rms_norm(z, (dim,), w.double(), 1e-6) for z, w in ((q, weights[0]), (k, weights[1])))
+        q, k = (
+            torch.nn.functional.rms_norm(z, (dim,), w.double(), 1e-6) for z, w in ((q, weights[0]), (k, weights[1]))
+        )
     rope_and_write_kv(qkv, heads, cache.pool, positions, slots, angle.cos(), angle.sin(), LAYER, cache.kv, norms)
     turn = torch.polar(torch.ones_like(angle), angle)[positions.long()][:, None].to(torch.complex128)
 

@@ -30,7 +30,9 @@ def _run(builder: PoolBuilder, rows: Rows, tile: Tile, entry: int, spare: int = 
     want = expected(y, x, rows, entry, shape)
     plan = plan_work([AdapterRows(s, n, a.table, a.rank) for s, n, a in rows if a], tile)
     entries = builder.layers * len(builder.groups)
-    work = SgmvWork.allocate(tile, len(plan.blocks_B4) + spare, len(plan.items_W4) + spare, entries, torch.device("cpu"))
+    work = SgmvWork.allocate(
+        tile, len(plan.blocks_B4) + spare, len(plan.items_W4) + spare, entries, torch.device("cpu")
+    )
     work.load(plan)
     resolve(work, builder.pool)
     sgmv(y, x, builder.pool, work, entry, GroupShape(shape.inputs, shape.outputs))
@@ -120,7 +122,9 @@ def test_plan_covers_each_row_and_rank_once() -> None:
         for row in range(start, start + rows)
         for rank in range(16)
     }
-    assert {(row, s.table, r) for s in segments for row in range(s.row_start, s.row_start + s.rows) for r in range(s.rank)} <= seen
+    assert {
+        (row, s.table, r) for s in segments for row in range(s.row_start, s.row_start + s.rows) for r in range(s.rank)
+    } <= seen
     assert len(seen) == sum(s.rows * -(-s.rank // 16) * 16 for s in segments)
     for block, (row, _, items, extra) in enumerate(plan.blocks_B4.tolist()):
         of_block = [block, *range(extra, extra + items - 1)]
