@@ -185,14 +185,14 @@ class AttentionCase:
 
 
 ATTENTION_CASES = (
-    AttentionCase("decode-64-256", 64, 256),
-    AttentionCase("decode-256-256", 256, 256),
-    AttentionCase("decode-64-1024", 64, 1024),
-    AttentionCase("decode-8-4096", 8, 4096),
-    AttentionCase("decode-1-8192", 1, 8192),
-    AttentionCase("prefill-64x256", 64, 256, 256),
-    AttentionCase("prefill-4x4096", 4, 4096, 4096),
-    AttentionCase("prefill-8x512-of-4096", 8, 4096, 512),
+    AttentionCase("attention-decode-64-256", 64, 256),
+    AttentionCase("attention-decode-256-256", 256, 256),
+    AttentionCase("attention-decode-64-1024", 64, 1024),
+    AttentionCase("attention-decode-8-4096", 8, 4096),
+    AttentionCase("attention-decode-1-8192", 1, 8192),
+    AttentionCase("attention-prefill-64x256", 64, 256, 256),
+    AttentionCase("attention-prefill-4x4096", 4, 4096, 4096),
+    AttentionCase("attention-prefill-8x512-of-4096", 8, 4096, 512),
 )
 
 
@@ -308,7 +308,7 @@ def line(timing: Timing, ceilings: Ceilings) -> str:
     goal = f"{timing.goal_us:6.1f}" if timing.goal_us else "     -"
     rate = timing.bytes_moved / timing.median_us / 1e3
     return (
-        f"{timing.case:24s} {timing.median_us:9.2f} us  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}"
+        f"{timing.case:32s} {timing.median_us:9.2f} us  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}"
         f"  goal {goal}  {rate:7.0f} GB/s  error {timing.error:.1e}"
     )
 

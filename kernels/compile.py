@@ -70,17 +70,22 @@ def cases() -> Iterator[Case]:
     rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
     for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
-        for tile, blocks in ((Tile(1, 16), 64), (Tile(64, 16), 1), (Tile(64, 16), 64)):
-            cut = choose_cut(shape, tile, blocks)
-            label = f"{name}-{blocks}x{tile.rows}x{tile.ranks}"
+        for tile, blocks, items in (
+            (Tile(1, 16), 64, 64),
+            (Tile(64, 16), 1, 1),
+            (Tile(64, 16), 64, 64),
+            (Tile(64, 16), 64, 128),
+        ):
+            cut = choose_cut(shape, tile, blocks, items)
+            label = f"{name}-{tile.rows}-rows-{blocks}-{items}"
             if tile.rows == 1:
-                options = {"num_warps": cut.expand_warps, "maxnreg": cut.registers}
+                options = {"num_warps": cut.warps, "maxnreg": cut.registers}
                 yield Case(f"rows-{label}", rows_kernel, rows, rows_constants(shape, tile, cut), options)
                 continue
             constants = shrink_constants(shape, tile, cut, f32_dot=False)
-            yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.shrink_warps})
+            yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.warps})
             constants = expand_constants(shape, tile, cut, f32_dot=False)
-            yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.expand_warps})
+            yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"

@@ -102,13 +102,14 @@ def expand_blocks_kernel(
     R: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
+    J: tl.constexpr,
     TILES: tl.constexpr,
     ALIGN: tl.constexpr,
     F32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h enters as the sum of two bf16 numbers, so that rounding it costs nothing beside rounding y. The first
-    weights and y load before the wait for the shrink."""
+    """A program takes J tiles of one block side by side. The first weights and y load before the wait for the shrink,
+    the next ones before the last are stored."""
     if PDL:
         gdc_launch_dependents()
     r, m = tl.arange(0, R), tl.arange(0, M)
@@ -121,34 +122,55 @@ def expand_blocks_kernel(
     live = block < tl.load(counts_ptr)
     row, rows = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     items, extra = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
-    p, start, width, column = place_tile(unit % TILES, N0, N1, N2, BLOCK)
+    p, start, width, column = place_tile(unit % TILES, N0, N1, N2, BLOCK * J)
     scale = tl.load(entries_ptr + block * 4 + 1 + p).to(tl.float32, bitcast=True)
-    B_RO = load_B_RO(pool_ptr, address_R, mask, live, p, start, width, D, N0, N1, BLOCK, ALIGN)
+    rows_ok = (m < rows)[:, None]
     o = start + tl.arange(0, BLOCK)
     y_MO_ptr = y_ptr + (row + m).to(tl.int64)[:, None] * y_stride + (column + o)[None, :]
-    inside = (m < rows)[:, None] & ((o < width) & (((mask >> p) & 1) != 0) & live)[None, :]
+    wanted = live & (((mask >> p) & 1) != 0)
+    inside = rows_ok & ((o < width) & wanted)[None, :]
+    B_RO = load_B_RO(pool_ptr, address_R, mask, live, p, start, width, D, N0, N1, BLOCK, ALIGN)
     y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
     if live:
-        acc_MO = tl.zeros((M, BLOCK), dtype=tl.float32)
-        item = block
-        for nth in tl.range(0, items, num_stages=1):
-            place = ((item * P + p) * K).to(tl.int64) * (M * R)
-            h_MR = tl.zeros((M, R), dtype=tl.float32)
-            for k in tl.static_range(K):
-                plane_ptr = partial_ptr + place + k * (M * R) + m[:, None] * R + r[None, :]
-                h_MR += tl.load(plane_ptr, mask=(m < rows)[:, None], other=0.0, cache_modifier=".cg")
-            h_MR = tl.where((address_R >= 0)[None, :], h_MR, 0.0)
-            if F32_DOT:
-                acc_MO = tl.dot(h_MR, B_RO.to(tl.float32), acc_MO, input_precision="ieee")
-            else:
-                high_MR = h_MR.to(B_RO.dtype)
-                low_MR = (h_MR - high_MR.to(tl.float32)).to(B_RO.dtype)
-                acc_MO = tl.dot(high_MR, B_RO, acc_MO, input_precision="ieee")
-                acc_MO = tl.dot(low_MR, B_RO, acc_MO, input_precision="ieee")
-            item = extra + nth
-            more = nth + 1 < items
-            address_R = tl.multiple_of(tl.load(addresses_ptr + item * R + r, mask=more, other=-1), ALIGN)
-            B_RO = load_B_RO(pool_ptr, address_R, mask, more, p, start, width, D, N0, N1, BLOCK, ALIGN)
-        tl.store(y_MO_ptr, (y_MO.to(tl.float32) + scale * acc_MO).to(y_ptr.dtype.element_ty), mask=inside)
+        h_MR = _h(partial_ptr, (block * P + p) * K, address_R, scale, rows_ok, M, R, K)
+        for j in tl.static_range(J):
+            acc_MO = _dot(h_MR, B_RO, tl.zeros((M, BLOCK), dtype=tl.float32), F32_DOT)
+            for nth in tl.range(0, items - 1, num_stages=1):
+                item = extra + nth
+                later_R = tl.multiple_of(tl.load(addresses_ptr + item * R + r), ALIGN)
+                B_RO = load_B_RO(pool_ptr, later_R, mask, True, p, start, width, D, N0, N1, BLOCK, ALIGN)
+                later_MR = _h(partial_ptr, (item * P + p) * K, later_R, scale, rows_ok, M, R, K)
+                acc_MO = _dot(later_MR, B_RO, acc_MO, F32_DOT)
+            done_MO, done_ptr, done = (y_MO.to(tl.float32) + acc_MO).to(y_ptr.dtype.element_ty), y_MO_ptr, inside
+            if j + 1 < J:
+                start += BLOCK
+                o += BLOCK
+                y_MO_ptr += BLOCK
+                inside = rows_ok & ((o < width) & wanted)[None, :]
+                B_RO = load_B_RO(pool_ptr, address_R, mask, True, p, start, width, D, N0, N1, BLOCK, ALIGN)
+                y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(done_ptr, done_MO, mask=done)
+
+
+@triton.jit
+def _h(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+    """The parts of one item and projection, added up and scaled; zero where there is no slice."""
+    r, m = tl.arange(0, R), tl.arange(0, M)
+    h_MR = tl.zeros((M, R), dtype=tl.float32)
+    for k in tl.static_range(K):
+        plane_ptr = partial_ptr + (plane + k).to(tl.int64) * (M * R) + m[:, None] * R + r[None, :]
+        h_MR += tl.load(plane_ptr, mask=rows_ok, other=0.0, cache_modifier=".cg")
+    return tl.where((address_R >= 0)[None, :], scale * h_MR, 0.0)
+
+
+@triton.jit
+def _dot(h_MR, B_RO, acc_MO, F32_DOT: tl.constexpr):
+    """h enters as the sum of two numbers of the weights' type, so that rounding it costs nothing beside rounding y."""
+    if F32_DOT:
+        return tl.dot(h_MR, B_RO.to(tl.float32), acc_MO, input_precision="ieee")
+    high_MR = h_MR.to(B_RO.dtype)
+    low_MR = (h_MR - high_MR.to(tl.float32)).to(B_RO.dtype)
+    acc_MO = tl.dot(high_MR, B_RO, acc_MO, input_precision="ieee")
+    return tl.dot(low_MR, B_RO, acc_MO, input_precision="ieee")

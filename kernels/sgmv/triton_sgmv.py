@@ -35,28 +35,29 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile, warps of
-    the shrink and of the expand (one row: of the kernel), and the most registers a thread of the rows kernel."""
+    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile and tiles of
+    an expand program, warps, and the most registers a thread of the rows kernel."""
 
     rows: int
     part: int
     load: int
     outputs: int
-    shrink_warps: int = 4
-    expand_warps: int = 4
+    tiles: int = 1
+    warps: int = 4
     registers: int = 96
 
 
-def choose_cut(shape: GroupShape, tile: Tile, blocks: int) -> Cut:
-    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. Many rows: two parts,
-    because their planes cost rows * ranks each, or more and smaller ones where a few blocks must fill the device."""
+def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int) -> Cut:
+    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. Many rows: parts are
+    few, because their planes cost rows * ranks each, and fewer still where an expand reads those of several items;
+    a few blocks are cut finer to fill the device."""
     inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
     if tile.rows == 1:
         most = 16384 // tile.ranks
         return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
-    few = blocks < 16
-    part = max(64, inputs // (4 if few else 2))
-    return Cut(16 if few else tile.rows, part, min(256, part), min(128, widest))
+    few, single = blocks < 16, items <= blocks
+    part = max(64, inputs // (4 if few or single else 2))
+    return Cut(16 if few else tile.rows, part, min(256, part), min(128, widest), tiles=4 if single and not few else 1)
 
 
 Constants = dict[str, Any]
@@ -76,7 +77,8 @@ def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = IN
 
 def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the expand of blocks."""
-    return {**_common(shape, tile, cut), **_outputs(shape, cut), "M": tile.rows, "F32_DOT": f32_dot}
+    outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
+    return {**_common(shape, tile, cut), **outputs, "M": tile.rows, "F32_DOT": f32_dot}
 
 
 def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
@@ -84,9 +86,9 @@ def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": shape.align}
 
 
-def _outputs(shape: GroupShape, cut: Cut) -> Constants:
+def _outputs(shape: GroupShape, cut: Cut, side_by_side: int = 1) -> Constants:
     n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
-    tiles = sum(triton.cdiv(n, cut.outputs) for n in shape.out_features)
+    tiles = sum(triton.cdiv(n, cut.outputs * side_by_side) for n in shape.out_features)
     return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
 
 
@@ -106,7 +108,7 @@ def sgmv(
     outside the work list are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
-    cut = cut or choose_cut(shape, work.tile, work.blocks_B4.shape[0])
+    cut = cut or choose_cut(shape, work.tile, work.blocks_B4.shape[0], work.max_items)
     rows, ranks = work.tile
     parts = triton.cdiv(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
@@ -134,7 +136,7 @@ def _rows(
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
     scratch = (work.arrived_B4, work.ready(constants["TILES"]), partial, delta)
     numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
-    options = {"num_warps": cut.expand_warps, "maxnreg": cut.registers, **launch_options(x_TD.device)}
+    options = {"num_warps": cut.warps, "maxnreg": cut.registers, **launch_options(x_TD.device)}
     rows_kernel[grid](x_TD, y_TO, pool, *lists, *scratch, *numbers, **constants, **options)
 
 
@@ -151,7 +153,7 @@ def shrink(
     constants = shrink_constants(shape, work.tile, cut)
     grid = (work.max_items * (work.tile.rows // cut.rows) * constants["P"] * constants["K"],)
     lists = (work.counts_4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    options = {"num_warps": cut.shrink_warps, **launch_options(x_TD.device)}
+    options = {"num_warps": cut.warps, **launch_options(x_TD.device)}
     numbers = (entry, work.max_items, x_TD.stride(0))
     shrink_blocks_kernel[grid](x_TD, pool, *lists, partial, *numbers, **constants, **options)
 
@@ -169,7 +171,7 @@ def expand(
     constants = expand_constants(shape, work.tile, cut)
     grid = (work.blocks_B4.shape[0] * constants["TILES"],)
     lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
-    options = {"num_warps": cut.expand_warps, **launch_options(y_TO.device)}
+    options = {"num_warps": cut.warps, **launch_options(y_TO.device)}
     numbers = (entry, work.max_items, y_TO.stride(0))
     expand_blocks_kernel[grid](y_TO, pool, *lists, partial, *numbers, **constants, **options)
 
