@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stencilpress.kernels.sgmv.triton_sgmv import GroupShape
+from stencilpress.kernels.sgmv.table import GroupShape
 
 PAGE_ELEMS = 1 << 20
 """2 MiB in bf16: a page of 16 tokens of an 8B Llama."""
@@ -50,7 +50,7 @@ def build(groups: Sequence[GroupShape], layers: int, ranks: Sequence[int], devic
     table_pages = -(-table_words * 4 // PAGE_ELEMS)
     order = torch.randperm(pages)
     pool = torch.empty((pages + table_pages * len(ranks)) * PAGE_ELEMS, dtype=torch.bfloat16, device=device)
-    for part in pool[: pages * PAGE_ELEMS].split(1 << 28):
+    for part in pool[: pages * PAGE_ELEMS].split(1 << 28):  # type: ignore[no-untyped-call]
         part.normal_(std=1 / 64)
     tables, addresses = [], []
     for i, (rank, raw) in enumerate(zip(ranks, starts, strict=True)):

@@ -21,7 +21,8 @@ from stencilpress.kernels.attention.triton_pages import KVLayout
 from stencilpress.kernels.attention.triton_prefill import ChunkRows, plan_pieces, prefill_attention
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm
 from stencilpress.kernels.rope.triton_rope import rope_and_write_kv
-from stencilpress.kernels.sgmv.triton_sgmv import Cut, GroupShape, sgmv
+from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_sgmv import Cut, sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul
 
@@ -75,7 +76,7 @@ def graph_samples(run: Callable[[], object], calls: int, repeats: int = REPEATS)
 def event_samples(run: Callable[[], object], calls: int, repeats: int) -> list[float]:
     samples = []
     for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
         end.record()
@@ -208,7 +209,7 @@ class AttentionBench:
         per_sequence = case.length // self.PAGE
         pages = case.sequences * per_sequence
         self.pool = torch.empty(pages * elems, dtype=torch.bfloat16, device=device)
-        for part in self.pool.split(1 << 28):
+        for part in self.pool.split(1 << 28):  # type: ignore[no-untyped-call]
             part.normal_()
         self.pages = torch.randperm(pages, device=device).to(torch.int32).view(case.sequences, per_sequence)
         self.lengths = torch.full((case.sequences,), case.length, dtype=torch.int32, device=device)
@@ -255,7 +256,7 @@ class AttentionBench:
 
 
 def rowwise(rows: int, device: torch.device) -> list[Timing]:
-    """Norm, rotary embedding with the KV write, and gate, of a decode or a prefill."""
+    """Norm, rotary embedding with the KV write, and gate, of rows that lie in the L2 cache, as in a decode."""
     x, stream = torch.randn(2, rows, 4096, device=device).bfloat16()
     weight = torch.rand(4096, device=device).bfloat16()
     total = x + stream
@@ -298,9 +299,12 @@ def resolve_time(device: torch.device) -> Timing:
     bench = SgmvBench(SgmvCase("resolve-64-r16", 64, 1, (16,), None, ONE * 4, 8), device)
     work = bench.work()
     moved = bench.pool.entries * 64 * (2 * (16 * 8) + 32 + 16)
-    return Timing(
-        bench.case.name, graph_samples(lambda: [resolve(work, bench.pool.pool) for _ in range(8)], 8), moved, 0.0
-    )
+
+    def run() -> None:
+        for _ in range(8):
+            resolve(work, bench.pool.pool)
+
+    return Timing(bench.case.name, graph_samples(run, 8), moved, 0.0)
 
 
 def line(timing: Timing, ceilings: Ceilings) -> str:
@@ -353,7 +357,7 @@ def main(argv: Sequence[str]) -> int:
     for attention in ATTENTION_CASES:
         timing = AttentionBench(attention, device).time()
         timings.append(timing)
-    timings += [*rowwise(64, device), *rowwise(2048, device), resolve_time(device)]
+    timings += [*rowwise(64, device), resolve_time(device)]
     for timing in timings:
         print(line(timing, ceilings), flush=True)
         assert timing.error < 1e-2, timing.case

@@ -24,10 +24,10 @@ from stencilpress.kernels.attention.triton_decode import join_kernel, split_kern
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
+from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_sgmv import (
-    GroupShape,
     choose_cut,
     expand_constants,
     rows_constants,

@@ -14,23 +14,11 @@ from typing import Any
 import torch
 import triton
 
+from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
 from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """in_features, and the out_features of each of up to three projections that share the input."""
-
-    in_features: int
-    out_features: tuple[int, ...]
-
-    @property
-    def align(self) -> int:
-        """Elements that divide every row's start in a slice: 8 make loads 16 bytes wide."""
-        return 8 if all(n % 8 == 0 for n in (self.in_features, *self.out_features)) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,12 @@ def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = IN
 
 def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     parts = triton.cdiv(shape.in_features, cut.part)
-    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": shape.align}
+    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": _align(shape)}
+
+
+def _align(shape: GroupShape) -> int:
+    """Elements that divide every row's start in a slice: 8 make loads 16 bytes wide."""
+    return 8 if all(n % 8 == 0 for n in (shape.in_features, *shape.out_features)) else 1
 
 
 def _outputs(shape: GroupShape, cut: Cut, side_by_side: int = 1) -> Constants:
@@ -179,8 +172,8 @@ def expand(
 def _check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:
     if x_TD.shape[1] != shape.in_features or y_TO.shape != (x_TD.shape[0], sum(shape.out_features)):
         raise ValueError(f"x {tuple(x_TD.shape)} and y {tuple(y_TO.shape)} do not fit {shape}")
-    if not 1 <= len(shape.out_features) <= 3:
-        raise ValueError("a group has one to three projections")
+    if not 1 <= len(shape.out_features) <= MAX_PROJECTIONS:
+        raise ValueError(f"a group has one to {MAX_PROJECTIONS} projections")
     if x_TD.stride(1) != 1 or y_TO.stride(1) != 1 or not pool.is_contiguous():
         raise ValueError("x and y need unit inner stride, the pool must be contiguous")
     if not x_TD.dtype == y_TO.dtype == pool.dtype or not x_TD.device == y_TO.device == pool.device:

@@ -26,7 +26,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from stencilpress.kernels.triton_launch import launch_options
 
-TABLE_ENTRY_WORDS = 4
 _HEAD, _BLOCK, _ITEM = 4, 4, 4
 """int32 words of the list's head, of a block and of an item."""
 _ENTRIES_AT_ONCE = 16

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from stencilpress.kernels.attention.triton_decode import choose_splits, decode_attention
 from stencilpress.kernels.attention.triton_pages import KVLayout
 from stencilpress.kernels.attention.triton_prefill import ChunkRows, plan_pieces, prefill_attention
-from stencilpress.kernels.sgmv.triton_sgmv import GroupShape, sgmv
+from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
 from stencilpress.kernels.triton_launch import INTERPRETED
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected

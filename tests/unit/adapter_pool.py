@@ -37,7 +37,7 @@ class PoolBuilder:
         self.random = torch.Generator().manual_seed(seed)
         self.pool = torch.full((elems,), float("nan"), dtype=dtype, device=device)
         self.slot = -(-max(s.inputs * len(s.outputs) + sum(s.outputs) for s in groups) // 8) * 8
-        self.order = torch.randperm(elems // self.slot, generator=self.random).tolist()
+        self.order: list[int] = torch.randperm(elems // self.slot, generator=self.random).tolist()
 
     def add(self, ranks: list[int], masks: list[int]) -> PooledAdapter:
         """``ranks[g]`` and ``masks[g]`` of each group, the same in all layers."""
@@ -81,7 +81,7 @@ class PoolBuilder:
         start = next(s for s in range(len(self.order)) if all(s + i in self.order for i in range(slots)))
         for i in range(slots):
             self.order.remove(start + i)
-        word = start * self.slot // per_word
+        word: int = start * self.slot // per_word
         self.pool.view(torch.int64)[word : word + len(words)] = words.to(self.device)
         return word
 

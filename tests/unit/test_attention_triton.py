@@ -122,7 +122,7 @@ def test_rope_and_kv_write(normed: bool, dtype: torch.dtype) -> None:
     angle = torch.outer(torch.arange(8.0), 10000.0 ** (-torch.arange(0, dim, 2) / dim))
     weights = torch.rand(2, dim, generator=cache.random).to(dtype)
     norms = (weights[0], weights[1], 1e-6) if normed else None
-    q, k, v = (part.double() for part in qkv.view(4, -1, dim).split((heads, kv_heads, kv_heads), dim=1))
+    q, k, v = (part.double() for part in torch.tensor_split(qkv.view(4, -1, dim), (heads, heads + kv_heads), dim=1))
     if normed:
         q, k = (
             torch.nn.functional.rms_norm(z, (dim,), w.double(), 1e-6) for z, w in ((q, weights[0]), (k, weights[1]))

@@ -11,7 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from stencilpress.kernels.sgmv.triton_sgmv import GroupShape, sgmv
+from stencilpress.kernels.sgmv.reference import sgmv_reference
+from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
 
@@ -71,6 +73,23 @@ def test_group_left_alone_and_ranks_that_differ(tile: Tile) -> None:
     rows: Rows = [(0, 1, partly), (1, 1, wide), (2, 1, None)]
     for entry in range(4):
         _close(*_run(builder, rows, tile, entry, spare=3))
+
+
+def test_agrees_with_the_reference_on_the_same_tables() -> None:
+    builder = _builder(layers=2)
+    adapters = [builder.add([6, 2], [5, 1]), builder.add([18, 1], [7, 0])]
+    plan = plan_work([AdapterRows(i, 1, a.table, a.rank) for i, a in enumerate(adapters)], Tile(1, 16))
+    work = SgmvWork.of(plan, 4, torch.device("cpu"))
+    resolve(work, builder.pool)
+    shapes = [GroupShape(s.inputs, s.outputs) for s in GROUPS]
+    tables = [builder.pool.view(torch.int64)[a.table :].numpy() for a in adapters]
+    for entry in range(4):
+        shape = shapes[entry % 2]
+        x, y = torch.randn(2, shape.in_features), torch.zeros(2, sum(shape.out_features))
+        want = y.clone()
+        sgmv_reference(want, x, builder.pool, [0, 1, 2], tables, shapes, 2, (entry // 2, entry % 2))
+        sgmv(y, x, builder.pool, work, entry, shape)
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
 
 
 def test_many_rows_of_one_adapter_beside_base_rows() -> None:
