@@ -1,11 +1,11 @@
-"""``python -m bench cpu | parity | report``."""
+"""``python -m bench cpu | kernels | parity | report``."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHES = ("cpu", "parity", "report")
+BENCHES = ("cpu", "kernels", "parity", "report")
 
 
 def main() -> int:

@@ -1,0 +1,161 @@
+"""Compile every Triton kernel for real GPUs on a machine that has none.
+
+``python -m stencilpress.kernels.compile [80 90]``
+
+Each case is a kernel at the sizes that the engine uses for Llama 3 8B. The report names registers, spills and shared
+memory; a case that does not compile, spills in earnest, or asks for more shared memory than the target has, fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
+from stencilpress.kernels.attention.triton_prefill import prefill_kernel
+from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
+from stencilpress.kernels.rope.triton_rope import rope_kernel
+from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
+from stencilpress.kernels.sgmv.triton_rows import rows_kernel
+from stencilpress.kernels.sgmv.triton_sgmv import (
+    choose_cut,
+    expand_constants,
+    rows_constants,
+    shrink_constants,
+)
+from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
+from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
+
+CAPABILITIES = (80, 90)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+_STACK_BYTES = 128
+"""A few spilled registers outside of loops cost nothing measurable."""
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One specialisation. ``types`` are of the arguments that are no constants, in order."""
+
+    name: str
+    kernel: Any
+    types: str
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+
+
+@dataclass(frozen=True)
+class Compiled:
+    case: Case
+    capability: int
+    ptx: str
+    shared_bytes: int
+    registers: int
+    stack_bytes: int
+
+
+def cases() -> Iterator[Case]:
+    """All kernels, at the sizes of an 8B Llama in bf16."""
+    lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
+    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
+    yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
+    for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
+        for tile, blocks, items in (
+            (Tile(1, 16), 64, 64),
+            (Tile(64, 16), 1, 1),
+            (Tile(64, 16), 64, 64),
+            (Tile(64, 16), 64, 128),
+        ):
+            cut = choose_cut(shape, tile, blocks, items)
+            label = f"{name}-{tile.rows}-rows-{blocks}-{items}"
+            if tile.rows == 1:
+                options = {"num_warps": cut.warps, "maxnreg": cut.registers}
+                yield Case(f"rows-{label}", rows_kernel, rows, rows_constants(shape, tile, cut), options)
+                continue
+            constants = shrink_constants(shape, tile, cut, f32_dot=False)
+            yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+            constants = expand_constants(shape, tile, cut, f32_dot=False)
+            yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+    heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
+    for splits, out in ((1, "*bf16"), (8, "*fp32")):
+        types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
+        yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
+    yield Case(
+        "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
+    )
+    types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
+    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": True}
+    yield Case("rms-norm", rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
+    types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
+    for norm in (False, True):
+        constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
+        yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
+    yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
+
+
+def compile_case(case: Case, capability: int) -> Compiled:
+    """Compile to machine code. Pointers and sizes count as divisible by 16, as they are in the engine."""
+    constants = {**case.constants, "PDL": capability >= 90}
+    types = iter(case.types.split())
+    signature = {name: "constexpr" if name in constants else next(types) for name in case.kernel.arg_names}
+    apart = set(case.kernel.do_not_specialize or ())
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if name not in apart and (kind.startswith("*") or kind == "i32")
+    }
+    source = ASTSource(case.kernel, signature, constexprs=constants, attrs=attrs)
+    options = {**case.options, "launch_pdl": capability >= 90}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    registers, stack = _resources(binary.asm["cubin"])
+    return Compiled(case, capability, binary.asm["ptx"], binary.metadata.shared, registers, stack)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and stack bytes (local memory: spills) of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    facts = dict(word.split(":") for word in report.split() if word.count(":") == 1 and not word.endswith(":"))
+    return int(facts["REG"]), int(facts["STACK"])
+
+
+def faults(compiled: Compiled) -> list[str]:
+    """What is wrong with a kernel that compiled."""
+    found = []
+    if compiled.stack_bytes > _STACK_BYTES:
+        found.append(f"{compiled.stack_bytes} bytes of stack: registers spill")
+    if ".cache_hint.b16" in compiled.ptx:
+        found.append("weights load two bytes at a time")
+    if compiled.shared_bytes > SHARED_BYTES[compiled.capability]:
+        found.append(f"{compiled.shared_bytes} bytes of shared memory")
+    return found
+
+
+def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
+    """Compile all cases for each capability; the exit status says whether one failed."""
+    failures = 0
+    for capability in capabilities:
+        for case in cases():
+            compiled = compile_case(case, capability)
+            wrong = faults(compiled)
+            failures += bool(wrong)
+            size = f"{compiled.registers:4d} registers {compiled.shared_bytes:7d} bytes shared"
+            sys.stdout.write(f"sm_{capability} {case.name:28s} {size} {'; '.join(wrong)}\n")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(word) for word in sys.argv[1:]] or CAPABILITIES))

@@ -1,0 +1,1 @@
+"""RMS norm with its residual."""

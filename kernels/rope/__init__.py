@@ -1,0 +1,1 @@
+"""Rotary embedding and the write of keys and values."""

@@ -1,0 +1,180 @@
+"""The segmented product of ``kernels/sgmv`` on a GPU: one launch a group for decodes, two for many rows an adapter.
+
+A step uses it so: the host plans (:func:`plan_work`), the list travels (:meth:`SgmvWork.load`), the device
+resolves it once (:func:`resolve`), and each layer calls :func:`sgmv` for each of its groups. All shapes and
+addresses stay the same from step to step, so the last two belong in a CUDA graph; adapters come and go
+without a new capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
+from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
+from stencilpress.kernels.sgmv.triton_rows import rows_kernel
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
+from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile and tiles of
+    an expand program, warps, and the most registers a thread of the rows kernel."""
+
+    rows: int
+    part: int
+    load: int
+    outputs: int
+    tiles: int = 1
+    warps: int = 4
+    registers: int = 96
+
+
+def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int) -> Cut:
+    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. Many rows: parts are
+    few, because their planes cost rows * ranks each, and fewer still where an expand reads those of several items;
+    a few blocks are cut finer to fill the device."""
+    inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
+    if tile.rows == 1:
+        most = 16384 // tile.ranks
+        return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
+    few, single = blocks < 16, items <= blocks
+    part = max(64, inputs // (4 if few or single else 2))
+    return Cut(16 if few else tile.rows, part, min(256, part), min(128, widest), tiles=4 if single and not few else 1)
+
+
+Constants = dict[str, Any]
+
+
+def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
+    """Compile-time constants of the rows kernel."""
+    common = {**_common(shape, tile, cut), **_outputs(shape, cut)}
+    return {**common, "PART": cut.part, "KP": triton.next_power_of_2(common["K"])}
+
+
+def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
+    """Compile-time constants of the shrink of blocks."""
+    rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
+    return {**_common(shape, tile, cut), **rows}
+
+
+def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
+    """Compile-time constants of the expand of blocks."""
+    outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
+    return {**_common(shape, tile, cut), **outputs, "M": tile.rows, "F32_DOT": f32_dot}
+
+
+def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
+    parts = triton.cdiv(shape.in_features, cut.part)
+    return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": _align(shape)}
+
+
+def _align(shape: GroupShape) -> int:
+    """Elements that divide every row's start in a slice: 8 make loads 16 bytes wide."""
+    return 8 if all(n % 8 == 0 for n in (shape.in_features, *shape.out_features)) else 1
+
+
+def _outputs(shape: GroupShape, cut: Cut, side_by_side: int = 1) -> Constants:
+    n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
+    tiles = sum(triton.cdiv(n, cut.outputs * side_by_side) for n in shape.out_features)
+    return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
+
+
+def sgmv(
+    y_TO: torch.Tensor,
+    x_TD: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut | None = None,
+) -> None:
+    """Add the adapters' share of one (layer, group) to ``y_TO``, in place.
+
+    ``y_TO`` (rows, sum of out_features) and ``x_TD`` (rows, in_features) have unit inner stride; ``pool`` is flat;
+    all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved, and serves one stream. Rows
+    outside the work list are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
+    """
+    _check(y_TO, x_TD, pool, shape)
+    cut = cut or choose_cut(shape, work.tile, work.blocks_B4.shape[0], work.max_items)
+    rows, ranks = work.tile
+    parts = triton.cdiv(shape.in_features, cut.part)
+    planes = work.max_items * len(shape.out_features) * parts
+    partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)
+    if rows == 1:
+        _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut)
+        return
+    shrink(partial, x_TD, pool, work, entry, shape, cut)
+    expand(y_TO, partial, pool, work, entry, shape, cut)
+
+
+def _rows(
+    y_TO: torch.Tensor,
+    x_TD: torch.Tensor,
+    partial: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
+) -> None:
+    constants = rows_constants(shape, work.tile, cut)
+    delta = torch.empty((work.max_items, y_TO.shape[1]), dtype=torch.float32, device=y_TO.device)
+    grid = (work.max_items * (constants["P"] * constants["K"] + constants["TILES"]),)
+    lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
+    scratch = (work.arrived_B4, work.ready(constants["TILES"]), partial, delta)
+    numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
+    options = {"num_warps": cut.warps, "maxnreg": cut.registers, **launch_options(x_TD.device)}
+    rows_kernel[grid](x_TD, y_TO, pool, *lists, *scratch, *numbers, **constants, **options)
+
+
+def shrink(
+    partial: torch.Tensor,
+    x_TD: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
+) -> None:
+    """The first kernel for blocks; ``partial`` is fp32 (items, projections, parts, rows, ranks)."""
+    constants = shrink_constants(shape, work.tile, cut)
+    grid = (work.max_items * (work.tile.rows // cut.rows) * constants["P"] * constants["K"],)
+    lists = (work.counts_4, work.items_W4, work.addresses_EWR, work.entries_EW4)
+    options = {"num_warps": cut.warps, **launch_options(x_TD.device)}
+    numbers = (entry, work.max_items, x_TD.stride(0))
+    shrink_blocks_kernel[grid](x_TD, pool, *lists, partial, *numbers, **constants, **options)
+
+
+def expand(
+    y_TO: torch.Tensor,
+    partial: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    cut: Cut,
+) -> None:
+    """The second: adds what ``partial`` gives to ``y_TO``."""
+    constants = expand_constants(shape, work.tile, cut)
+    grid = (work.blocks_B4.shape[0] * constants["TILES"],)
+    lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
+    options = {"num_warps": cut.warps, **launch_options(y_TO.device)}
+    numbers = (entry, work.max_items, y_TO.stride(0))
+    expand_blocks_kernel[grid](y_TO, pool, *lists, partial, *numbers, **constants, **options)
+
+
+def _check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:
+    if x_TD.shape[1] != shape.in_features or y_TO.shape != (x_TD.shape[0], sum(shape.out_features)):
+        raise ValueError(f"x {tuple(x_TD.shape)} and y {tuple(y_TO.shape)} do not fit {shape}")
+    if not 1 <= len(shape.out_features) <= MAX_PROJECTIONS:
+        raise ValueError(f"a group has one to {MAX_PROJECTIONS} projections")
+    if x_TD.stride(1) != 1 or y_TO.stride(1) != 1 or not pool.is_contiguous():
+        raise ValueError("x and y need unit inner stride, the pool must be contiguous")
+    if not x_TD.dtype == y_TO.dtype == pool.dtype or not x_TD.device == y_TO.device == pool.device:
+        raise ValueError("x, y and the pool must share dtype and device")

@@ -1,0 +1,68 @@
+"""Loading tiles of A and B out of rank slices: what the kernels of the segmented product share.
+
+Legend: D in_features, O out_features of a projection, R rank slices of a tile, K inputs of a tile. ``mask`` has a bit
+for each projection of the group that the adapter adapts; ``address_R`` is -1 where there is no slice. The slices'
+layout is in the package.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _adapted_before(mask, p):
+    """How many of the projections before ``p`` an adapter adapts."""
+    return tl.where(p > 0, mask & 1, 0) + tl.where(p > 1, (mask >> 1) & 1, 0)
+
+
+@triton.jit
+def load_A_RK(pool_ptr, address_R, mask, live, p, start, end, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Columns [start, start + BLOCK) of one projection's rows of A; zero where there are none."""
+    i = start + tl.arange(0, BLOCK)
+    base = address_R + _adapted_before(mask, p) * D
+    wanted = live & (((mask >> p) & 1) != 0)
+    there = (address_R >= 0)[:, None] & (i < end)[None, :] & wanted
+    return tl.load(pool_ptr + base[:, None] + i[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def place_tile(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a tile of outputs: its projection, first output in it, the projection's width and first column of y."""
+    T0: tl.constexpr = (N0 + BLOCK - 1) // BLOCK
+    T1: tl.constexpr = T0 + (N1 + BLOCK - 1) // BLOCK
+    p = (tile >= T0).to(tl.int32) + (tile >= T1).to(tl.int32)
+    first = tl.where(p == 0, 0, tl.where(p == 1, T0, T1))
+    width = tl.where(p == 0, N0, tl.where(p == 1, N1, N2))
+    column = tl.where(p == 0, 0, tl.where(p == 1, N0, N0 + N1))
+    return p, (tile - first) * BLOCK, width, column
+
+
+@triton.jit
+def _rows_of_A(mask):
+    return (mask & 1) + ((mask >> 1) & 1) + ((mask >> 2) & 1)
+
+
+@triton.jit
+def load_B_RO(
+    pool_ptr,
+    address_R,
+    mask,
+    live,
+    p,
+    start,
+    width,
+    D: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Outputs [start, start + BLOCK) of one projection's rows of B transposed; zero where there are none."""
+    o = start + tl.arange(0, BLOCK)
+    before = tl.where(p > 0, (mask & 1) * N0, 0) + tl.where(p > 1, ((mask >> 1) & 1) * N1, 0)
+    base = address_R + tl.multiple_of(_rows_of_A(mask) * D + before, ALIGN)
+    wanted = live & (((mask >> p) & 1) != 0)
+    there = (address_R >= 0)[:, None] & (o < width)[None, :] & wanted
+    return tl.load(pool_ptr + base[:, None] + o[None, :], mask=there, other=0.0, eviction_policy="evict_first")

@@ -1,0 +1,217 @@
+"""Work lists of the segmented product: what the host plans and the device resolves, once a step.
+
+The host cuts the rows of each adapter into *blocks* of at most ``tile.rows`` rows, and each block's rank
+into *items* of ``tile.ranks`` rank slices. The device then reads the slice tables once for all layers and
+groups and leaves, beside each other, the addresses and scales that an item needs: a product kernel
+reaches its weights over one load instead of three.
+
+Legend: T rows of the batch, B blocks, W items, R ranks of an item, E entries (layer * groups + group).
+
+Item b < B is the first of block b; the others of a block follow each other from its ``extra`` on. So the
+expand finds the first item of its block without a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from stencilpress.kernels.triton_launch import launch_options
+
+_HEAD, _BLOCK, _ITEM = 4, 4, 4
+"""int32 words of the list's head, of a block and of an item."""
+_ENTRIES_AT_ONCE = 16
+_MOST_TILES = 512
+
+
+class Tile(NamedTuple):
+    """Rows and rank slices of an item. One row is the matrix-vector path; 16 or more use tensor cores."""
+
+    rows: int
+    ranks: int
+
+
+class AdapterRows(NamedTuple):
+    """Neighbouring rows of one adapter. ``table`` is its slice table's place in the pool, in int64 words,
+    ``rank`` the largest rank that the table holds."""
+
+    row_start: int
+    rows: int
+    table: int
+    rank: int
+
+
+def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
+    """The tile that suits a batch: few rows an adapter are bound by the weights' bytes, many by the rows'. Sixteen
+    slices an item are best at any rank: a wider item leaves fewer programs in flight (bench/kernels.py)."""
+    rows = sum(s.rows for s in segments) / max(1, len(segments))
+    return Tile(1 if rows < 8 else 64, 16)
+
+
+class WorkPlan(NamedTuple):
+    """A work list on the host: ``blocks_B4`` is (row, rows, items, extra), ``items_W4`` is (row, rows,
+    first rank, block), both int32; ``tables_W`` int64."""
+
+    tile: Tile
+    blocks_B4: npt.NDArray[np.int32]
+    items_W4: npt.NDArray[np.int32]
+    tables_W: npt.NDArray[np.int64]
+
+
+def plan_work(segments: Sequence[AdapterRows], tile: Tile) -> WorkPlan:
+    """Cut the rows that have an adapter into blocks and items. Segments must not overlap."""
+    facts = np.asarray(segments, dtype=np.int64).reshape(-1, 4)
+    if tile.rows == 1:
+        facts = facts[np.argsort(facts[:, 3], kind="stable")]  # the rows kernel goes from last to first: longest first
+    row_start, rows, table, rank = facts.T
+    cuts = -(-rows // tile.rows)
+    segment = np.repeat(np.arange(len(facts)), cuts)
+    offset = (np.arange(len(segment)) - np.repeat(np.cumsum(cuts) - cuts, cuts)) * tile.rows
+    row_B, rows_B = row_start[segment] + offset, np.minimum(tile.rows, rows[segment] - offset)
+    items_B = -(-rank[segment] // tile.ranks)
+    extra_B = len(segment) + np.cumsum(items_B - 1) - (items_B - 1)
+    later = np.repeat(np.arange(len(segment)), items_B - 1)
+    block_W = np.concatenate((np.arange(len(segment)), later))
+    nth_W = np.concatenate((np.zeros_like(segment), np.arange(len(later)) + len(segment) - extra_B[later] + 1))
+    blocks = np.stack((row_B, rows_B, items_B, extra_B), axis=1)
+    items = np.stack((row_B[block_W], rows_B[block_W], nth_W * tile.ranks, block_W), axis=1)
+    return WorkPlan(tile, blocks.astype(np.int32), items.astype(np.int32), table[segment][block_W])
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvWork:
+    """A work list on the device, at fixed addresses and of fixed capacity, so that a graph can hold it.
+
+    ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
+    :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
+    the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
+    ``arrived_B4`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
+    """
+
+    tile: Tile
+    list_N: torch.Tensor
+    counts_4: torch.Tensor
+    blocks_B4: torch.Tensor
+    items_W4: torch.Tensor
+    tables_W: torch.Tensor
+    addresses_EWR: torch.Tensor
+    entries_EW4: torch.Tensor
+    arrived_B4: torch.Tensor
+    ready_N: torch.Tensor
+
+    @classmethod
+    def allocate(cls, tile: Tile, max_blocks: int, max_items: int, entries: int, device: torch.device) -> SgmvWork:
+        """``entries`` is layers * groups. A batch of T rows and largest rank r has at most T blocks and
+        T * ceil(r / tile.ranks) items."""
+        block_words, item_words = _BLOCK * max_blocks, _ITEM * max_items
+        list_N = torch.zeros(_HEAD + block_words + item_words + 2 * max_items, dtype=torch.int32, device=device)
+        head, blocks, items, tables = list_N.split((_HEAD, block_words, item_words, 2 * max_items))
+        addresses = torch.empty((entries, max_items, tile.ranks), dtype=torch.int64, device=device)
+        words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
+        arrived = torch.zeros((max_blocks, 4), dtype=torch.int32, device=device)
+        blocks, items, tables = blocks.view(-1, _BLOCK), items.view(-1, _ITEM), tables.view(torch.int64)
+        ready = torch.zeros(max_blocks * _MOST_TILES, dtype=torch.int32, device=device)
+        return cls(tile, list_N, head, blocks, items, tables, addresses, words, arrived, ready)
+
+    @classmethod
+    def of(cls, plan: WorkPlan, entries: int, device: torch.device) -> SgmvWork:
+        """A list that just fits one plan: for steps outside graphs."""
+        work = cls.allocate(plan.tile, max(1, len(plan.blocks_B4)), max(1, len(plan.items_W4)), entries, device)
+        work.load(plan)
+        return work
+
+    @property
+    def max_items(self) -> int:
+        return self.items_W4.shape[0]
+
+    def ready(self, tiles: int) -> torch.Tensor:
+        """Counters for ``tiles`` tiles of each block. Raises ValueError if that is too many."""
+        if tiles > _MOST_TILES:
+            raise ValueError(f"{tiles} tiles of outputs; at most {_MOST_TILES}")
+        return self.ready_N
+
+    def load(self, plan: WorkPlan) -> None:
+        """Copy a plan in, asynchronously on a GPU. Raises ValueError if it does not fit or has another tile."""
+        num_blocks, num_items = len(plan.blocks_B4), len(plan.items_W4)
+        if plan.tile != self.tile:
+            raise ValueError(f"the plan's tile {plan.tile} is not the list's {self.tile}")
+        if num_blocks > self.blocks_B4.shape[0] or num_items > self.max_items:
+            raise ValueError(f"{num_blocks} blocks and {num_items} items do not fit")
+        staged = torch.zeros(self.list_N.shape, dtype=torch.int32, pin_memory=self.list_N.is_cuda)
+        words = staged.numpy()
+        items_at = _HEAD + self.blocks_B4.numel()
+        tables_at = items_at + self.items_W4.numel()
+        words[:2] = num_blocks, num_items
+        words[_HEAD : _HEAD + plan.blocks_B4.size] = plan.blocks_B4.ravel()
+        words[items_at : items_at + plan.items_W4.size] = plan.items_W4.ravel()
+        words[tables_at : tables_at + 2 * num_items] = plan.tables_W.view(np.int32)
+        self.list_N.copy_(staged, non_blocking=True)
+
+
+@triton.jit
+def resolve_kernel(
+    words_ptr,
+    counts_ptr,
+    items_ptr,
+    tables_ptr,
+    addresses_ptr,
+    entries_ptr,
+    num_entries,
+    max_items,
+    R: tl.constexpr,
+    E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_wait()
+    e = tl.program_id(1) * E + tl.arange(0, E)
+    live = e < num_entries
+    j = tl.arange(0, R)
+    for item in range(tl.program_id(0), tl.load(counts_ptr + 1), tl.num_programs(0)):
+        table = words_ptr + tl.load(tables_ptr + item)
+        rank_and_mask = tl.load(table + 4 * e, mask=live, other=0)
+        first = tl.load(table + 4 * e + 1, mask=live, other=0)
+        scales = tl.load(table + 4 * e + 2, mask=live, other=0)
+        last_scale = tl.load(table + 4 * e + 3, mask=live, other=0)
+        rank = rank_and_mask.to(tl.int32)
+        nth = tl.load(items_ptr + 4 * item + 2) + j
+        has = live[:, None] & (nth[None, :] < rank[:, None])
+        address = tl.load(table + 4 * num_entries + first[:, None] + nth[None, :], mask=has, other=-1)
+        place = e.to(tl.int64) * max_items + item
+        tl.store(addresses_ptr + place[:, None] * R + j[None, :], address, mask=live[:, None])
+        tl.store(entries_ptr + 4 * place, (rank_and_mask >> 32).to(tl.int32), mask=live)
+        tl.store(entries_ptr + 4 * place + 1, scales.to(tl.int32), mask=live)
+        tl.store(entries_ptr + 4 * place + 2, (scales >> 32).to(tl.int32), mask=live)
+        tl.store(entries_ptr + 4 * place + 3, last_scale.to(tl.int32), mask=live)
+
+
+def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
+    """Read the slice tables of all items into ``addresses_EWR`` and ``entries_EW4``: once a step, before
+    the first product. ``pool`` is the flat pool; its tables must not change until the step is over."""
+    if not pool.is_contiguous() or pool.dim() != 1:
+        raise ValueError("the pool must be flat and contiguous")
+    num_entries = work.entries_EW4.shape[0]
+    grid = (min(work.max_items, 1024), triton.cdiv(num_entries, _ENTRIES_AT_ONCE))
+    resolve_kernel[grid](
+        pool.view(torch.int64),
+        work.counts_4,
+        work.items_W4,
+        work.tables_W,
+        work.addresses_EWR,
+        work.entries_EW4,
+        num_entries,
+        work.max_items,
+        R=work.tile.ranks,
+        E=_ENTRIES_AT_ONCE,
+        num_warps=4,
+        **launch_options(pool.device),
+    )
+    work.counts_4[2:].zero_()  # an ordinary kernel: those after it load addresses before they wait

@@ -1,0 +1,144 @@
+"""The kernels on a real GPU against float64: real sizes, and CUDA graphs that outlive their first adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from stencilpress.kernels.attention.triton_decode import choose_splits, decode_attention
+from stencilpress.kernels.attention.triton_pages import KVLayout
+from stencilpress.kernels.attention.triton_prefill import ChunkRows, plan_pieces, prefill_attention
+from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_sgmv import sgmv
+from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
+from stencilpress.kernels.triton_launch import INTERPRETED
+from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU"),
+]
+SIZES = {"llama": [Shape(4096, (4096, 1024, 1024)), Shape(1024, (4096,))], "small": [Shape(576, (576, 192, 192))]}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+Rows = list[tuple[int, int, PooledAdapter | None]]
+
+
+def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(torch.linalg.norm(got.double() - want) / torch.linalg.norm(want))
+
+
+def _segments(rows: Rows) -> list[AdapterRows]:
+    return [AdapterRows(start, count, a.table, a.rank) for start, count, a in rows if a]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("popularity", ["identical", "distinct", "skewed"])
+def test_sgmv(size: str, dtype: torch.dtype, popularity: str) -> None:
+    builder = PoolBuilder(SIZES[size], 1, 1 << 25, dtype, seed=3, device="cuda")
+    ranks = (1, 3, 8, 16, 24, 64, 96)
+    adapters = [builder.add([r] * len(builder.groups), [7, 1][: len(builder.groups)]) for r in ranks]
+    counts = {"identical": [70], "distinct": [1] * 7, "skewed": [90, 1, 0, 3, 20, 1, 5]}[popularity]
+    rows: Rows = [(0, 2, None)]
+    for count, adapter in zip(counts, adapters, strict=False):
+        rows.append((rows[-1][0] + rows[-1][1], count, adapter))
+    total = rows[-1][0] + rows[-1][1]
+    segments = [s for s in _segments(rows) if s.rows]
+    for tile in {choose_tile(segments), Tile(1, 16), Tile(64, 16), Tile(64, 64)}:
+        work = SgmvWork.of(plan_work(segments, tile), len(builder.groups), torch.device("cuda"))
+        resolve(work, builder.pool)
+        for entry, group in enumerate(builder.groups):
+            x = torch.randn(total, group.inputs, device="cuda").to(dtype)
+            y = torch.randn(total, sum(group.outputs), device="cuda").to(dtype)
+            want = expected(y, x, rows, entry, group)
+            again = y.clone()
+            sgmv(y, x, builder.pool, work, entry, GroupShape(group.inputs, group.outputs))
+            assert _relative(y, want) < TOLERANCE[dtype]
+            assert torch.equal(y[:2].double(), want[:2])
+            sgmv(again, x, builder.pool, work, entry, GroupShape(group.inputs, group.outputs))
+            assert torch.equal(y, again)
+
+
+def test_graph_serves_adapters_that_come_after_its_capture() -> None:
+    shape = Shape(1024, (1024, 256, 256))
+    builder = PoolBuilder([shape], 1, 1 << 24, torch.bfloat16, seed=4, device="cuda")
+    adapters = [builder.add([rank], [mask]) for rank, mask in ((8, 7), (64, 5), (16, 2), (40, 7))]
+    work = SgmvWork.allocate(Tile(1, 16), 8, 32, 1, torch.device("cuda"))
+    x = torch.randn(8, 1024, device="cuda").bfloat16()
+    y = torch.zeros(8, 1536, device="cuda").bfloat16()
+
+    def step() -> None:
+        resolve(work, builder.pool)
+        y.zero_()
+        sgmv(y, x, builder.pool, work, 0, GroupShape(1024, (1024, 256, 256)))
+
+    first: Rows = [(i, 1, adapters[0]) for i in range(8)]
+    work.load(plan_work(_segments(first), work.tile))
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(6):
+        draw = torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(seed)).tolist()
+        rows: Rows = [(i, 1, adapters[a] if a < 4 else None) for i, a in enumerate(draw)]
+        work.load(plan_work(_segments(rows), work.tile))
+        x.normal_()
+        graph.replay()
+        want = expected(torch.zeros_like(y), x, rows, 0, shape)
+        assert _relative(y, want) < 1e-2
+        assert not work.arrived_B4.any()
+        assert not work.ready_N.any()
+
+
+def _cache(lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, KVLayout, list[torch.Tensor]]:
+    """Pool, page tables, layout, and K and V (2, tokens, heads, dim) of layer 1 of each sequence."""
+    layers, page, heads, dim = 2, 16, 2, 128
+    kv = KVLayout(page, layers * 2 * page * heads * dim, heads, dim)
+    counts = [-(-n // page) for n in lengths]
+    pool = torch.randn(sum(counts) * kv.page_elems, device="cuda").to(dtype)
+    order = torch.randperm(sum(counts), device="cuda")
+    pages = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device="cuda")
+    known = []
+    for s, n in enumerate(lengths):
+        mine, order = order[: counts[s]], order[counts[s] :]
+        pages[s, : counts[s]] = mine.int()
+        view = pool.view(-1, layers, 2, page, heads, dim)
+        view[mine[-1], :, :, (n - 1) % page + 1 :] = float("nan")
+        known.append(view[mine, 1].transpose(0, 1).reshape(2, -1, heads, dim)[:, :n].double())
+    return pool, pages, kv, known
+
+
+def _attend(q: torch.Tensor, known: torch.Tensor, seen: int) -> torch.Tensor:
+    k, v = known[:, :seen].repeat_interleave(q.shape[0] // known.shape[2], 2)
+    weights = torch.softmax(torch.einsum("hd,thd->ht", q.double(), k) * 0.1, dim=1)
+    return torch.einsum("ht,thd->hd", weights, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decode_attention(dtype: torch.dtype) -> None:
+    lengths = [1, 15, 16, 17, 700, 4000]
+    pool, pages, kv, known = _cache(lengths, dtype)
+    q = torch.randn(6, 8, 128, device="cuda").to(dtype)
+    want = torch.stack([_attend(q[s], known[s], n) for s, n in enumerate(lengths)])
+    device_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for splits in {1, 7, choose_splits(6, 2, 4000, q.device)}:
+        got = decode_attention(q, pool, pages, device_lengths, 1, kv, splits, 0.1)
+        assert _relative(got, want) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_attention(dtype: torch.dtype) -> None:
+    pool, pages, kv, known = _cache([300, 1000, 40], dtype)
+    chunks = [ChunkRows(0, 300, 0, 0), ChunkRows(300, 77, 923, 1), ChunkRows(377, 1, 39, 2)]
+    q = torch.randn(378, 8, 128, device="cuda").to(dtype)
+    out = torch.full_like(q, float("nan"))
+    pieces = torch.from_numpy(plan_pieces(chunks, 4)).cuda()
+    prefill_attention(q, pool, pages, pieces, out, 1, kv, 0.1)
+    for chunk in chunks:
+        rows = range(chunk.row_start, chunk.row_start + chunk.rows)
+        want = torch.stack(
+            [_attend(q[t], known[chunk.sequence], chunk.position + t - chunk.row_start + 1) for t in rows]
+        )
+        assert _relative(out[rows.start : rows.stop], want) < TOLERANCE[dtype]
