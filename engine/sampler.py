@@ -47,6 +47,11 @@ def sample(logits_NV: Tensor, keys: Sequence[RequestKey], draws: Sequence[Draw])
     ]
 
 
+def only_best(draws: Sequence[Draw]) -> bool:
+    """Whether every row's token is simply its most likely one, and nobody asks for logprobs."""
+    return all(draw.sampling.logprobs < 0 and _takes_best(draw.sampling) for draw in draws)
+
+
 def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) of output ``position`` under ``seed``: splitmix64's finaliser (Steele et al. 2014) twice."""
     return (_mix(_mix(seed & _MASK) + position & _MASK) >> 11) * 2.0**-53

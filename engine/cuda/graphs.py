@@ -1,0 +1,192 @@
+"""Decode steps as CUDA graphs, at a ladder of batch sizes. Adapters, page tables and lengths are data of a graph.
+
+What a graph has for good: its rows, in how many runs it cuts positions, whether its adapters change the attention
+alone, and how many items its work list holds. One for each that occurs is captured when it first does; those that
+nearly every engine needs, before it serves.
+"""
+
+# B rows of a graph, of which a step may use fewer, P pages of a sequence, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stencilpress.engine.cuda.inputs import Inputs, aligned
+from stencilpress.engine.cuda.rows import StepRows
+from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
+from stencilpress.engine.plan import FAILED
+from stencilpress.kernels.attention.triton_decode import choose_splits
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
+
+LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+SHORT = 1024
+"""Positions up to which a decode is cut into fewer runs."""
+RANKS = 16
+"""Rank slices of an item."""
+
+
+class Adapting(NamedTuple):
+    """The part of a graph that serves adapters: rows of a block, items a block on average, groups."""
+
+    tile_rows: int
+    factor: int
+    groups: int
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.tile_rows, RANKS)
+
+    def blocks(self, rows: int) -> int:
+        """Blocks that suffice for so many rows: by the rule that chooses the tile, few of which are small."""
+        return max(8, rows if self.tile_rows == 1 else rows // 8 + rows // self.tile_rows + 1)
+
+    def items(self, rows: int) -> int:
+        return self.factor * self.blocks(rows)
+
+
+class Variant(NamedTuple):
+    """What tells one graph from another."""
+
+    rows: int
+    splits: int
+    adapting: Adapting | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph | None
+    rows: DeviceRows
+
+
+class DecodeGraphs:
+    """Runs decode steps of up to ``largest`` rows. After :meth:`run`, ``tokens_B`` and ``logits_BV`` have the rows'
+    most likely tokens (:data:`FAILED` where logits are not finite) and logits, until the next run."""
+
+    def __init__(
+        self, decoder: TritonDecoder, inputs: Inputs, *, seats: int, max_model_len: int, max_pages: int, max_rank: int
+    ) -> None:
+        self._decoder = decoder
+        self._inputs = inputs
+        self._max_model_len = max_model_len
+        self._sizes = [size for size in LADDER if size < seats] + [min(seats, LADDER[-1])]
+        device, largest = inputs.device_N.device, self.largest
+        self.tokens_B = torch.zeros(largest, dtype=torch.int32, device=device)
+        self.logits_BV = torch.zeros(largest, decoder.spec.vocab_size, dtype=decoder.pool.dtype, device=device)
+        self._tables_BP = torch.zeros(largest, max_pages, dtype=torch.int32, device=device)
+        self._factors = [1 << n for n in range((max(1, -(-max_rank // RANKS)) - 1).bit_length() + 1)]
+        scratch = Adapting(1, self._factors[-1], ALL_GROUPS)
+        self._scratch = SgmvWork.allocate(
+            scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
+        )
+        self._graphs: dict[Variant, _Graph] = {}
+        self._memory = None if device.type != "cuda" else torch.cuda.graph_pool_handle()
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest graph."""
+        return self._sizes[-1]
+
+    def warm(self) -> None:
+        """Capture, largest first, what steps without adapters and with ones of one item a row need."""
+        adapting = (None, Adapting(1, 1, ATTENTION_GROUPS), Adapting(1, 1, ALL_GROUPS))
+        for size in reversed(self._sizes):
+            for kind in adapting:
+                self._graph(self._variant(size, 1, kind))
+
+    def run(self, rows: StepRows) -> None:
+        """Compute a step of decodes alone, in order on the current stream."""
+        count = len(rows.tokens_T)
+        size = next(size for size in self._sizes if size >= count)
+        plan = plan_work(rows.adapters, choose_tile(rows.adapters)) if rows.adapters else None
+        variant = self._variant(size, rows.longest, None if plan is None else self._adapting(plan, size, rows.groups))
+        graph = self._graph(variant)
+        self._send(rows, graph.rows, plan)
+        if graph.graph is None:
+            self._compute(graph.rows)
+        else:
+            graph.graph.replay()
+
+    def _variant(self, size: int, longest: int, adapting: Adapting | None) -> Variant:
+        reach = min(SHORT, self._max_model_len) if longest <= SHORT else self._max_model_len
+        splits = choose_splits(size, self._decoder.kv.kv_heads, reach, self._inputs.device_N.device)
+        return Variant(size, splits, adapting)
+
+    def _adapting(self, plan: WorkPlan, size: int, groups: int) -> Adapting:
+        groups = ATTENTION_GROUPS if groups | ATTENTION_GROUPS == ATTENTION_GROUPS else ALL_GROUPS
+        fits = (Adapting(plan.tile.rows, factor, groups) for factor in self._factors)
+        return next(kind for kind in fits if kind.items(size) >= len(plan.items_W4))
+
+    # One graph's inputs: tokens, positions, slots, lengths, work list; then the step's page tables, as wide as needed
+
+    def _send(self, rows: StepRows, target: DeviceRows, plan: WorkPlan | None) -> None:
+        inputs, size, count = self._inputs, len(target.tokens_T), len(rows.tokens_T)
+        inputs.begin()
+        for values, idle in ((rows.tokens_T, 0), (rows.positions_T, 0), (rows.slots_T, -1), (rows.lengths_D, 0)):
+            host, _ = inputs.reserve(size)
+            host[:count] = values
+            host[count:] = idle
+        if target.adapted is not None and plan is not None:
+            work = target.adapted.work
+            host, _ = inputs.reserve(len(work.list_N))
+            work.pack(plan, host)
+        pages_SP = inputs.put(rows.pages_SP)
+        inputs.send()
+        self._tables_BP[:count, : pages_SP.shape[1]].copy_(pages_SP)
+
+    def _rows(self, variant: Variant) -> DeviceRows:
+        """The views of the inputs that :meth:`_send` fills."""
+        size, stride = variant.rows, aligned(variant.rows)
+        words = self._inputs.device_N
+        tokens, positions, slots, lengths = (words[n * stride : n * stride + size] for n in range(4))
+        adapted = None
+        if variant.adapting is not None:
+            kind = variant.adapting
+            blocks, items = kind.blocks(size), kind.items(size)
+            list_N = words[4 * stride : 4 * stride + list_words(blocks, items)]
+            adapted = Adapted(self._scratch.within(list_N, kind.tile, blocks, items), kind.groups)
+        return DeviceRows(
+            tokens, positions, slots, lengths, self._tables_BP[:size], variant.splits, pieces_N4=None, adapted=adapted
+        )
+
+    def _graph(self, variant: Variant) -> _Graph:
+        graph = self._graphs.get(variant)
+        if graph is None:
+            graph = self._graphs[variant] = self._captured(self._rows(variant))
+        return graph
+
+    def _captured(self, rows: DeviceRows) -> _Graph:
+        if self._memory is None:
+            return _Graph(None, rows)
+        _idle(rows)
+        self._compute(rows)  # compiles and loads kernels, which a capture must not
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+        self._compute(rows)
+        graph.capture_end()
+        return _Graph(graph, rows)
+
+    def _compute(self, rows: DeviceRows) -> None:
+        size = len(rows.tokens_T)
+        logits_BV = self.logits_BV[:size]
+        logits_BV.copy_(self._decoder.logits(*self._decoder.forward(rows)))
+        self.tokens_B[:size] = best_tokens(logits_BV)
+
+
+def _idle(rows: DeviceRows) -> None:
+    """Fill a graph's inputs so that computing them changes nothing."""
+    for words in (rows.tokens_T, rows.positions_T, rows.lengths_D):
+        words.zero_()
+    rows.slots_T.fill_(-1)
+    if rows.adapted is not None:
+        rows.adapted.work.list_N.zero_()
+
+
+def best_tokens(logits_NV: Tensor) -> Tensor:
+    """The most likely token of each row, int32 (N,); :data:`FAILED` where no logit, or one too many, is finite."""
+    best_N, token_N = logits_NV.max(-1)
+    return torch.where(torch.isfinite(best_N), token_N, FAILED).to(torch.int32)
