@@ -26,12 +26,23 @@ def stencilpress(*arguments: str, data: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="session")
-def demo_data() -> Path:
-    """A data folder that holds the demo base."""
-    data = Path(os.environ.get("STENCILPRESS_TEST_DATA", ROOT / ".test-data"))
-    if not (data / "v1" / "models" / BASE / "config.json").exists():
-        done = stencilpress("pull", BASE, data=data)
+def demo_base() -> Path:
+    """The folder of the demo base."""
+    kept = Path(os.environ.get("STENCILPRESS_TEST_DATA", ROOT / ".test-data"))
+    folder = kept / "v1" / "models" / BASE
+    if not (folder / "config.json").exists():
+        done = stencilpress("pull", BASE, data=kept)
         assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_data(demo_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new data folder that holds the demo base and nothing else."""
+    data = tmp_path_factory.mktemp("data")
+    models = data / "v1" / "models"
+    models.mkdir(parents=True)
+    (models / BASE).symlink_to(demo_base, target_is_directory=True)
     return data
 
 
