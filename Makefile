@@ -37,6 +37,7 @@ check: $(VENV)/.test ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: $(VENV)/.test ## the test suite: CPU only, no Docker (T=path for a part)
+	@$(BIN)/python -m tests.demo_base
 	$(BIN)/python -m pytest $(T)
 
 test-gpu: $(VENV)/.test ## kernels on an NVIDIA GPU against float32

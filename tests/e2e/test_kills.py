@@ -18,7 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.server import Server, serving
-from tests.e2e.conftest import BASE
+from tests.demo_base import NAME as BASE
 
 pytestmark = pytest.mark.timeout(300)
 

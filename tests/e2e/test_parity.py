@@ -12,7 +12,7 @@ import pytest
 
 from bench.parity import digests
 from bench.server import Server
-from tests.e2e.conftest import BASE
+from tests.demo_base import NAME as BASE
 from tests.parity.engine_answers import differences, engine_answers
 from tests.parity.record import BASE as NO_ADAPTER
 from tests.parity.record import MAX_NEW_TOKENS, REFERENCE_PATH, Greedy, prompt_token_ids, prompts

@@ -12,7 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.server import Server
-from tests.e2e.conftest import BASE, stencilpress
+from tests.demo_base import NAME as BASE
+from tests.e2e.conftest import stencilpress
 
 pytestmark = pytest.mark.timeout(300)
 
