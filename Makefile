@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another package index for torch alone, for instance one that serves CPU or CUDA builds.
 TORCH_INDEX ?=
-T ?= tests
+T ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -37,7 +37,11 @@ check: $(VENV)/.test ## format, lint, types, import contracts
 	$(BIN)/lint-imports
 
 test: $(VENV)/.test ## the test suite: CPU only, no Docker (T=path for a part)
+	@$(BIN)/python -m tests.demo_base
 	$(BIN)/python -m pytest $(T)
+
+test-gpu: $(VENV)/.test ## kernels on an NVIDIA GPU against float32
+	$(BIN)/python -m pytest tests/gpu
 
 parity: $(VENV)/.test ## greedy tokens of base and shipped adapters against transformers + PEFT, computed live
 	$(BIN)/python -m bench parity
@@ -52,4 +56,4 @@ format: $(VENV)/.test ## rewrite the code in the project's format
 clean: ## remove what make built in this folder
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help install serve check test parity bench-cpu format clean
+.PHONY: help install serve check test test-gpu parity bench-cpu format clean

@@ -95,10 +95,10 @@ class Link:
 
         Returns early, perhaps with nothing, on :meth:`wake` and when a gateway made room in its reply ring.
         """
-        self._drop_slow_greeters()
         for key, mask in self._selector.select(0.0 if self._events else timeout_s):
             react: Callable[[int], None] = key.data
             react(mask)
+        self._drop_slow_greeters()  # last: a hello may have waited through a long step
         events, self._events = self._events, []
         return events
 
@@ -117,7 +117,7 @@ class Link:
                 peer.full = True
                 return False
         except FrameTooLargeError as error:
-            self._drop(peer, str(error))
+            self.drop(connection, str(error))
             return True
         self._publish(peer)
         return True
@@ -238,8 +238,7 @@ class Link:
                 peer.full = peer.full and not peer.channel.roomy
             self._publish(peer)
         except (ProtocolError, OSError) as error:
-            logger.warning("gateway %d dropped: %s", peer.number, error)
-            self._drop(peer, str(error))
+            self.drop(peer.number, str(error))
 
     def _publish(self, peer: _Connection) -> None:
         """Announce our positions now, or watch for the moment when the socket takes packets again."""

@@ -27,7 +27,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request body may take to arrive."""
     write_limit_s: Seconds = 30.0
     """How long a client may leave its stream unread once the buffers are full; then it is cut off."""
-    drain_s: Seconds = 3.0
+    drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
     engine_socket: str
     """Unix socket of the engine."""

@@ -29,9 +29,10 @@ FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 10.0
 QUIET_S = 60.0
 """A process that lived this long starts again without delay."""
-GATEWAYS_LIMIT_S = 3.5
+GATEWAYS_LIMIT_S = 3.4
 """From the signal to the end of all gateways: they drain for 3 s."""
-ENGINE_LIMIT_S = 4.5
+ENGINE_LIMIT_S = 3.9
+"""From the signal to the end of the engine, which by then serves nobody. What is left of 5 s is for our own exit."""
 PROBE_INTERVAL_S = 0.1
 PROBE_LIMIT_S = 5.0
 STALE_LIMIT_S = 5.0

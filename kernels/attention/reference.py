@@ -20,6 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stencilpress.kernels.attention import Span
 
+FUSED_PAIRS = 1 << 14
+"""Up to this many pairs of query and key row, times key-value heads, a chunk is fused; on a CPU longer ones go block by
+block. Measured in bf16 on two cores, 9 heads of 64: 64 rows 0.20 against 0.44 ms, 512 rows 7.8 against 3.6."""
+BLOCK_ROWS = 128
 SHORT = 256
 """Padding by less than this is not worth another group."""
 
@@ -76,15 +80,16 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """C rows of one request: ``index`` of head rows (K, S) and ``mask`` to add (C, S).
-
-    Both are None at a request's beginning, which attends to itself alone.
+    """C rows of one request, the first at position ``start``. ``index`` of head rows (K, S) is None for its beginning,
+    which attends to itself alone. ``mask``: what to add in a block, (R, R) above the diagonal, or if ``fused`` (C, S).
     """
 
     first: int
     end: int
+    start: int
     index: Tensor | None
-    mask: Tensor | None
+    mask: Tensor
+    fused: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +147,16 @@ def _decodes(group: list[_Spot], kv: PagedKV, dtype: torch.dtype, device: torch.
 
 
 def _prefill(span: Span, positions: Index, kv: PagedKV, dtype: torch.dtype, device: torch.device) -> _Prefill:
-    first, end = span.row, span.row + span.length
-    if span.start == 0:
-        return _Prefill(first, end, None, None)
-    mask_CS = torch.full((span.length, len(positions)), -torch.inf, dtype=dtype, device=device).triu_(span.start + 1)
-    return _Prefill(first, end, _head_index(positions[None], kv, device)[0], mask_CS)
+    fused = device.type != "cpu" or kv.kv_heads * span.length * len(positions) <= FUSED_PAIRS
+    masked = (span.length, len(positions)) if fused else (BLOCK_ROWS, BLOCK_ROWS)
+    return _Prefill(
+        first=span.row,
+        end=span.row + span.length,
+        start=span.start,
+        index=_head_index(positions[None], kv, device)[0] if span.start else None,
+        mask=torch.full(masked, -torch.inf, dtype=dtype, device=device).triu_(1 + span.start * fused),
+        fused=fused,
+    )
 
 
 def _head_index(index_BS: Index, kv: PagedKV, device: torch.device) -> Tensor:
@@ -182,21 +192,36 @@ def _attend_decodes(q_BX: Tensor, kv: PagedKV, layer: int, group: _Decodes) -> T
 
 
 def _attend_prefill(q_CX: Tensor, k_CX: Tensor, v_CX: Tensor, kv: PagedKV, layer: int, chunk: _Prefill) -> Tensor:
-    """Key-value heads are the batch, so that sharing them among query heads is an expanded view."""
-    K, D = kv.kv_heads, kv.head_dim
-    C = len(q_CX)
+    """Key-value heads are the batch, so that sharing them among query heads copies nothing."""
+    (C, _), K, D = q_CX.shape, kv.kv_heads, kv.head_dim
     if chunk.index is None:
         k_KSD, v_KSD = k_CX.view(C, K, D).transpose(0, 1), v_CX.view(C, K, D).transpose(0, 1)
     else:
         k, v = kv.read(layer, chunk.index.view(-1))
         k_KSD, v_KSD = k.view(K, -1, D), v.view(K, -1, D)
     q_KGCD = q_CX.view(C, K, -1, D).permute(1, 2, 0, 3)
+    attention = _fused if chunk.fused else _blockwise
+    return attention(q_KGCD, k_KSD, v_KSD, chunk).permute(2, 0, 1, 3).reshape(C, -1)
+
+
+def _fused(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: _Prefill) -> Tensor:
     shape = (*q_KGCD.shape[:2], *k_KSD.shape[1:])
-    out_KGCD = scaled_dot_product_attention(
-        q_KGCD,
-        k_KSD.unsqueeze(1).expand(shape),
-        v_KSD.unsqueeze(1).expand(shape),
-        attn_mask=chunk.mask,
-        is_causal=chunk.index is None,
-    )
-    return out_KGCD.permute(2, 0, 1, 3).reshape(C, -1)
+    k_KGSD, v_KGSD = k_KSD.unsqueeze(1).expand(shape), v_KSD.unsqueeze(1).expand(shape)
+    return scaled_dot_product_attention(q_KGCD, k_KGSD, v_KGSD, attn_mask=chunk.mask)
+
+
+def _blockwise(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: _Prefill) -> Tensor:
+    """Query rows in blocks, each on the keys up to its end: half the work, and scores that fit the cache."""
+    K, _, C, D = q_KGCD.shape
+    k_KSD, v_KSD = k_KSD.contiguous(), v_KSD.contiguous()
+    unused = q_KGCD.new_empty(())
+    blocks = []
+    for first in range(0, C, BLOCK_ROWS):
+        q_KGRD = q_KGCD[:, :, first : first + BLOCK_ROWS]
+        R = q_KGRD.shape[2]
+        end = chunk.start + first + R
+        k_KDE = k_KSD[:, :end].transpose(1, 2)
+        score_KNE = torch.baddbmm(unused, q_KGRD.reshape(K, -1, D), k_KDE, beta=0, alpha=D**-0.5)
+        score_KNE.view(K, -1, R, end)[..., end - R :].add_(chunk.mask[:R, :R])
+        blocks.append(torch.bmm(score_KNE.softmax(-1), v_KSD[:, :end]).view(K, -1, R, D))
+    return torch.cat(blocks, 2)

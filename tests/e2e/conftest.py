@@ -1,11 +1,7 @@
-"""The whole product: `stencilpress serve` with the demo base, as a user starts it.
-
-The base is fetched once into ``.test-data`` in the checkout (or ``STENCILPRESS_TEST_DATA``) and kept.
-"""
+"""The whole product: `stencilpress serve` with the demo base, as a user starts it."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.server import Server, serving
-
-ROOT = Path(__file__).parents[2]
-BASE = "smollm2-135m-instruct"
+from tests.demo_base import NAME as BASE
+from tests.demo_base import ROOT, demo_base_folder
 
 
 def stencilpress(*arguments: str, data: Path) -> subprocess.CompletedProcess[str]:
@@ -26,12 +21,12 @@ def stencilpress(*arguments: str, data: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="session")
-def demo_data() -> Path:
-    """A data folder that holds the demo base."""
-    data = Path(os.environ.get("STENCILPRESS_TEST_DATA", ROOT / ".test-data"))
-    if not (data / "v1" / "models" / BASE / "config.json").exists():
-        done = stencilpress("pull", BASE, data=data)
-        assert done.returncode == 0, done.stderr
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new data folder that holds the demo base and nothing else."""
+    data = tmp_path_factory.mktemp("data")
+    models = data / "v1" / "models"
+    models.mkdir(parents=True)
+    (models / BASE).symlink_to(demo_base_folder(), target_is_directory=True)
     return data
 
 

@@ -7,7 +7,9 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import openai
@@ -16,6 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.server import Server, serving
+from tests.demo_base import NAME as BASE
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,71 +61,88 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and not line.startswith("#"))
 
 
-class Streaming:
-    """One long streamed chat; ``started`` is set at its first token."""
+@dataclass(slots=True)
+class Reader:
+    """Reads one long streamed chat; ``started`` is set at its first token."""
 
-    def __init__(self, server: Server, model: str) -> None:
-        self.started = asyncio.Event()
-        self.finish_reasons: list[str] = []
-        self._api = AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0)
-        self.task = asyncio.create_task(self._run(model))
+    task: asyncio.Task[None]
+    started: asyncio.Event
+    finish_reasons: list[str]
 
-    async def _run(self, model: str) -> None:
-        stream = await self._api.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": "Write a long story."}],
-            max_tokens=LONG,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        async for chunk in stream:
-            self.started.set()
-            self.finish_reasons += [c.finish_reason for c in chunk.choices if c.finish_reason]
+
+@asynccontextmanager
+async def reading(server: Server, model: str) -> AsyncIterator[Reader]:
+    """A reader that has its first token; it is stopped at the end."""
+    started, reasons = asyncio.Event(), list[str]()
+
+    async def read() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as api:
+            stream = await api.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": "Write a long story."}],
+                max_tokens=LONG,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for chunk in stream:
+                started.set()
+                reasons.extend(c.finish_reason for c in chunk.choices if c.finish_reason)
+
+    task = asyncio.create_task(read())
+    try:
+        async with asyncio.timeout(60):
+            await started.wait()
+        yield Reader(task, started, reasons)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 async def test_killing_the_engine_ends_streams_with_an_error_and_the_next_request_works(fresh: Server) -> None:
-    streams = [Streaming(fresh, model) for model in ("pirate", "support", "smollm2-135m-instruct")]
-    await asyncio.gather(*(s.started.wait() for s in streams))
-    child(fresh, "engine").kill()
-    for stream in streams:
-        with pytest.raises(openai.APIError):
-            await stream.task
-        assert stream.finish_reasons == []
+    async with reading(fresh, "pirate") as one, reading(fresh, "support") as two, reading(fresh, BASE) as three:
+        child(fresh, "engine").kill()
+        for reader in (one, two, three):
+            with pytest.raises(openai.APIError):
+                await reader.task
+            assert reader.finish_reasons == []
     await eventually(lambda: ready(fresh), 60)
-    again = Streaming(fresh, "pirate")
-    await again.started.wait()
-    again.task.cancel()
+    async with reading(fresh, "pirate"):
+        pass
 
 
 async def test_killing_a_gateway_aborts_its_requests_and_a_new_one_attaches_to_the_same_engine(fresh: Server) -> None:
     engine, idle = child(fresh, "engine"), metric(fresh, "stencilpress_engine_pages_kv")
-    stream = Streaming(fresh, "pirate")
-    await stream.started.wait()
-    assert metric(fresh, "stencilpress_engine_pages_kv") > idle
-    child(fresh, "gateway").kill()
-    with pytest.raises((openai.APIError, Exception)):
-        await stream.task
+    async with reading(fresh, "pirate") as reader:
+        assert metric(fresh, "stencilpress_engine_pages_kv") > idle
+        child(fresh, "gateway").kill()
+        await asyncio.wait([reader.task])
+        assert reader.task.exception() is not None
+        assert reader.finish_reasons == []
     await eventually(lambda: ready(fresh), 30)
     await eventually(lambda: metric(fresh, "stencilpress_engine_pages_kv") == idle, 10)
     assert child(fresh, "engine").pid == engine.pid
-    again = Streaming(fresh, "pirate")
-    await again.started.wait()
-    again.task.cancel()
+    async with reading(fresh, "pirate"):
+        pass
 
 
 async def test_killing_the_supervisor_ends_everything_within_five_seconds(fresh: Server) -> None:
-    stream = Streaming(fresh, "pirate")
-    await stream.started.wait()
-    children = fresh.supervisor.children(recursive=True)
-    fresh.supervisor.kill()
-    await eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children), 5)
-    stream.task.cancel()
+    async with reading(fresh, "pirate"):
+        children = fresh.supervisor.children(recursive=True)
+        fresh.supervisor.kill()
+        await eventually(lambda: all(gone(process) for process in children), 5)
 
 
 async def test_ctrl_c_while_streaming_stops_everything_within_five_seconds(fresh: Server) -> None:
-    stream = Streaming(fresh, "pirate")
-    await stream.started.wait()
-    children = [fresh.supervisor, *fresh.supervisor.children(recursive=True)]
-    fresh.supervisor.send_signal(signal.SIGINT)
-    await eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in children), 5)
-    stream.task.cancel()
+    async with reading(fresh, "pirate"):
+        processes = [fresh.supervisor, *fresh.supervisor.children(recursive=True)]
+        fresh.supervisor.send_signal(signal.SIGINT)
+        await eventually(lambda: all(gone(process) for process in processes), 5)

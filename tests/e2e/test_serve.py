@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
 from bench.server import Server
-from tests.e2e.conftest import BASE, stencilpress
+from tests.demo_base import NAME as BASE
+from tests.e2e.conftest import stencilpress
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,40 +25,40 @@ def client(server: Server, key: str | None = None) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key or server.key, max_retries=0, timeout=120)
 
 
-async def answer(api: AsyncOpenAI, model: str, **options: Any) -> str:
+async def answer(server: Server, model: str, key: str | None = None) -> str:
     """The text of one greedy streamed chat."""
     text = ""
-    stream = await api.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": QUESTION}],
-        temperature=0,
-        max_tokens=32,
-        stream=True,
-        **options,
-    )
-    async for chunk in stream:
-        text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+    async with client(server, key) as api:
+        stream = await api.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": QUESTION}],
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+        )
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
     return text
 
 
 async def test_each_adapter_answers_in_its_own_voice_in_one_batch(server: Server) -> None:
-    api = client(server)
-    alone = [await answer(api, model) for model in (BASE, *ADAPTERS)]
-    together = await asyncio.gather(*(answer(api, model) for model in (BASE, *ADAPTERS)))
+    alone = [await answer(server, model) for model in (BASE, *ADAPTERS)]
+    together = await asyncio.gather(*(answer(server, model) for model in (BASE, *ADAPTERS)))
     assert together == alone
     assert len(set(alone)) == len(alone)
 
 
 async def test_the_model_list_names_base_and_adapters(server: Server) -> None:
-    listed = {model.id async for model in client(server).models.list()}
+    async with client(server) as api:
+        listed = {model.id async for model in api.models.list()}
     assert {BASE, *ADAPTERS} <= listed
 
 
 async def test_a_bad_key_and_an_unknown_model_are_refused_with_the_sdks_own_errors(server: Server) -> None:
     with pytest.raises(openai.AuthenticationError):
-        await answer(client(server, key="sk-wrong"), "pirate")
+        await answer(server, "pirate", key="sk-wrong")
     with pytest.raises(openai.NotFoundError):
-        await answer(client(server), "nobody")
+        await answer(server, "nobody")
 
 
 async def test_a_rejected_adapter_disturbs_no_stream_and_leaves_no_version(
@@ -69,26 +68,26 @@ async def test_a_rejected_adapter_disturbs_no_stream_and_leaves_no_version(
     shutil.copytree(Path("examples/adapters/pirate"), bad)
     weights = bad / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    expected = await answer(client(server), "pirate")
-    running = asyncio.create_task(answer(client(server), "pirate"))
+    expected = await answer(server, "pirate")
+    running = asyncio.create_task(answer(server, "pirate"))
     done = await asyncio.to_thread(
         stencilpress, "adapter", "add", str(bad), "--tenant", "demo", "--name", "bad", data=demo_data
     )
     assert done.returncode == 1
     assert await running == expected
     with pytest.raises(openai.NotFoundError):
-        await answer(client(server), "bad")
+        await answer(server, "bad")
     assert not any((demo_data / "v1" / "staging").iterdir())
 
 
 async def test_an_adapter_added_while_serving_is_served_at_once(server: Server, demo_data: Path) -> None:
     source = "examples/adapters/terse"
-    name = f"copy-{time.time_ns()}"
+    name = "a-copy"
     done = await asyncio.to_thread(
         stencilpress, "adapter", "add", source, "--tenant", "demo", "--name", name, data=demo_data
     )
     assert done.returncode == 0, done.stderr
-    assert await answer(client(server), name) == await answer(client(server), "terse")
+    assert await answer(server, name) == await answer(server, "terse")
 
 
 def test_a_second_server_on_the_same_folder_is_refused(server: Server, demo_data: Path) -> None:

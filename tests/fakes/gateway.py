@@ -30,7 +30,7 @@ async def answer(client: EngineClient, reader: asyncio.StreamReader, writer: asy
     if path.startswith("/stream/"):
         submit = Submit(0, pack_tokens([1, 2, 3]), "", int(path.removeprefix("/stream/")), Sampling())
         async for tokens, finished in await client.submit(submit):
-            writer.writelines(b"%d\n" % token.token for token in tokens)
+            writer.write(b"".join(b"%d\n" % token.token for token in tokens))
             if finished is not None:
                 writer.write(f"finished {finished.reason} {finished.code}".encode())
             await writer.drain()

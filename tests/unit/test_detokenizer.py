@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stencilpress.gateway.detokenizer import StopFilter, StopStrings, TokenTable, UnsupportedDecoderError
+from tests.demo_base import demo_base_folder
 
 SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Hypothesis builds its Unicode tables on first use, which takes seconds."""
@@ -75,12 +74,8 @@ def byte_fallback(decoder: str) -> Tokenizer:
 
 @cache
 def demo_base() -> Tokenizer:
-    """The real tokenizer of the demo base, once the end-to-end tests have fetched it."""
-    data = Path(os.environ.get("STENCILPRESS_TEST_DATA", Path(__file__).parents[2] / ".test-data"))
-    path = data / "v1" / "models" / "smollm2-135m-instruct" / "tokenizer.json"
-    if not path.exists():
-        pytest.skip("the demo base has not been fetched")
-    return Tokenizer.from_file(str(path))
+    """The real tokenizer of the demo base."""
+    return Tokenizer.from_file(str(demo_base_folder() / "tokenizer.json"))
 
 
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_all_kernels_compile(capability: str) -> None:

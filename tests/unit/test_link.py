@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -248,6 +249,19 @@ def test_a_silent_connection_is_closed_in_time(link: Link, path: Path, monkeypat
     link.poll(0)
     assert sock.recv(100) == b""
     sock.close()
+
+
+def test_a_hello_that_waited_through_a_long_step_counts(
+    link: Link, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stencilpress.engine.link.HANDSHAKE_LIMIT_S", 0.05)
+    peer = Peer(path)
+    link.poll(LIMIT_S)
+    peer.hello()
+    time.sleep(0.1)  # the step
+    link.poll(LIMIT_S)
+    assert peer.welcomed().generation == 3
+    peer.close()
 
 
 def test_connections_are_bounded(link: Link, path: Path) -> None:

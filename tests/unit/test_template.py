@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stencilpress.gateway.template import BREAK, ChatTemplate, TemplateError, load_chat_template
 from stencilpress.gateway.tokenizer import ModelTokenizer, NoChatTemplateError
+from tests.demo_base import demo_base_folder
 
 SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """Hypothesis builds its Unicode tables on first use, which takes seconds."""
@@ -99,18 +99,10 @@ def build_model(folder: Path, template: str | None) -> Path:
     return folder
 
 
-def demo_base() -> Path:
-    data = Path(os.environ.get("STENCILPRESS_TEST_DATA", Path(__file__).parents[2] / ".test-data"))
-    folder = data / "v1" / "models" / "smollm2-135m-instruct"
-    if not (folder / "tokenizer.json").exists():
-        pytest.skip("the demo base has not been fetched")
-    return folder
-
-
 @pytest.fixture(scope="module", params=["headers", "thinking", "alternating", "demo-base"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "demo-base":
-        return demo_base()
+        return demo_base_folder()
     return build_model(tmp_path_factory.mktemp(request.param), TEMPLATES[request.param])
 
 
