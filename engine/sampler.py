@@ -66,11 +66,7 @@ def _mix(z: int) -> int:
 
 def _takes_best(sampling: Sampling) -> bool:
     """Whether the token is simply the most likely one."""
-    return sampling.temperature < GREEDY_BELOW and not sampling.logit_bias and not _penalises(sampling)
-
-
-def _penalises(sampling: Sampling) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1
+    return sampling.temperature < GREEDY_BELOW and not sampling.logit_bias and not sampling.heeds_history
 
 
 # Altered scores
@@ -82,7 +78,7 @@ def _draw(scores_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
         if draw.sampling.logit_bias:
             bias = draw.sampling.logit_bias
             row_V[_ids(list(bias), row_V)] += torch.tensor(list(bias.values()), device=row_V.device)
-        if _penalises(draw.sampling):
+        if draw.sampling.heeds_history:
             _penalise(row_V, draw)
     filters = _Filters.of(draws, scores_NV)
     scores_NV.sub_(scores_NV.amax(-1, keepdim=True)).div_(filters.temperature)
