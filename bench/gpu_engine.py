@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 from stencilpress.engine.model.linear import Linear, make_linear
 from stencilpress.engine.model.llama import LayerWeights, Weights
 from stencilpress.engine.model.threads import Threads
+from stencilpress.engine.plan import Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.scheduler import Scheduler
@@ -155,8 +157,15 @@ class Run:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
     plan_s: float = 0.0
-    run_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
     commit_s: float = 0.0
+
+    @property
+    def host_line(self) -> str:
+        """Milliseconds a step, on average: waiting for the device, and what the host did meanwhile."""
+        parts = {"wait": self.wait_s, "plan": self.plan_s, "launch": self.launch_s, "commit": self.commit_s}
+        return f"{self.steps} steps, ms: " + ", ".join(f"{k} {v / self.steps * 1e3:.2f}" for k, v in parts.items())
 
     @property
     def tpot_ms(self) -> list[float]:
@@ -196,6 +205,7 @@ class GpuEngine:
         self.residency = Residency(self.pool, max_cpu_loras=len(kinds) + 1, max_prefetched=128)
         self.scheduler = Scheduler(self.limits, self.pool, self.residency)
         self.runner = CudaRunner(spec, self.weights, self.memory, self.loader.adapter, self.limits, MAX_RANK)
+        self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0
 
     def serve(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str], new_tokens: int) -> Run:
@@ -207,7 +217,7 @@ class GpuEngine:
             submit = Submit(i, pack_tokens(list(prompt)), adapter, new_tokens, GREEDY)
             self.scheduler.add((self._batches, i), submit)
             run.tokens[i] = []
-        while not self.scheduler.idle:
+        while self._flights or not self.scheduler.idle:
             self._step(run, start)
         run.total_s = time.perf_counter() - start
         if any(len(tokens) != new_tokens for tokens in run.tokens.values()):
@@ -215,31 +225,39 @@ class GpuEngine:
         return run
 
     def _step(self, run: Run, start: float) -> None:
-        scheduler = self.scheduler
+        """As engine/worker.py does: the next step is launched before the last one is waited for."""
         begun = time.perf_counter()
         for result in self.loader.results():
-            scheduler.loaded(result)
-        plan = scheduler.plan()
+            self.scheduler.loaded(result)
+        plan = self.scheduler.plan_ahead() if self._flights else self.scheduler.plan()
         for order in self.residency.take_orders():
             self.loader.submit(order)
         planned = time.perf_counter()
-        if plan is None:
+        run.plan_s += planned - begun
+        if plan is not None:
+            self._flights.append((plan, self.runner.launch(plan)))
+            run.launch_s += time.perf_counter() - planned
+            run.steps += 1
+        if self._flights and (plan is None or len(self._flights) > 1):
+            self._land(run, start)
+        elif plan is None:
             self.loader.ready.acquire(timeout=1)
-            return
-        sampled = self.runner.run(plan)
-        ran = time.perf_counter()
-        scheduler.commit(plan, sampled)
-        replies = scheduler.take_replies()
+
+    def _land(self, run: Run, start: float) -> None:
+        begun = time.perf_counter()
+        plan, wait = self._flights.popleft()
+        sampled = wait()
+        landed = time.perf_counter()
+        self.scheduler.commit(plan, sampled)
+        replies = self.scheduler.take_replies()
         ended = time.perf_counter()
         for step in replies.values():
             for token in step.tokens:
                 run.first_s.setdefault(token.id, ended - start)
                 run.last_s[token.id] = ended - start
                 run.tokens[token.id].append(token.token)
-        run.steps += 1
-        run.plan_s += planned - begun
-        run.run_s += ran - planned
-        run.commit_s += ended - ran
+        run.wait_s += landed - begun
+        run.commit_s += ended - landed
 
     def close(self) -> None:
         self.loader.close()

@@ -43,8 +43,7 @@ def measure(engine: GpuEngine, case: Case, ceilings: Ceilings, repeats: int, dev
         run = engine.serve(prompts(engine.spec, case.batch, PROMPT, turn), case.digests(), NEW)
         if turn:
             samples.append(statistics.median(run.tpot_ms))
-        host = f"plan {run.plan_s / run.steps * 1e3:.2f} commit {run.commit_s / run.steps * 1e3:.2f}"
-        line = f"ms a step: run {run.run_s / run.steps * 1e3:.2f} {host}"
+        line = run.host_line
     floor = decode_floor_ms(engine.spec, ceilings, case, PROMPT + NEW / 2)
     found = result("latency", "tpot_ms", "ms", case, samples, floor, device)
     against = f"goal {case.goal} vllm {case.vllm} limit {floor:.2f}"

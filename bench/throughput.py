@@ -45,8 +45,7 @@ def measure(engine: GpuEngine, case: Case, ceilings: Ceilings, repeats: int, dev
         run = engine.serve(prompts(engine.spec, REQUESTS, PROMPT, turn), case.digests(), NEW)
         if turn:
             samples.append(REQUESTS * NEW / run.total_s)
-        host = f"plan {run.plan_s / run.steps * 1e3:.2f} commit {run.commit_s / run.steps * 1e3:.2f}"
-        line = f"{run.steps} steps, ms a step: run {run.run_s / run.steps * 1e3:.2f} {host}"
+        line = run.host_line
     found = result("throughput", "out_tok_s", "tok/s", case, samples, floor_tok_s(engine, case, ceilings), device)
     against = f"goal {case.goal:.0f} vllm {case.vllm:.0f} limit {found.floor:.0f}"
     print(f"{case.name:14} {found.value:8.0f} tok/s {found.spread} {against}   {line}", flush=True)

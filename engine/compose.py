@@ -20,7 +20,7 @@ from stencilpress.engine.runner import Runner
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, page_geometry
-from stencilpress.engine.worker import Runs, Worker
+from stencilpress.engine.worker import Launches, Runs, Worker
 
 
 def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) -> Worker:
@@ -44,7 +44,7 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
 
 def _runner(
     spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: Loader, limits: Limits, settings: EngineSettings
-) -> Runs:
+) -> Runs | Launches:
     """The device's own way to run a step, ready for the first."""
     if memory.device.type != "cuda":
         return Runner(Decoder(spec, weights, limits.max_model_len), memory, loader.adapter)

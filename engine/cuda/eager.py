@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.inputs import Inputs
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, Adapted, DeviceRows, TritonDecoder
@@ -20,21 +21,23 @@ PAGE_STEP = 16
 class EagerSteps:
     """Runs any step. Nothing here waits for the device."""
 
-    def __init__(self, decoder: TritonDecoder, inputs: Inputs) -> None:
+    def __init__(self, decoder: TritonDecoder, inputs: Inputs, feedback: Feedback) -> None:
         self._decoder = decoder
         self._inputs = inputs
+        self._feedback = feedback
 
     def every_logit(self, rows: StepRows) -> Tensor:
         """Logits of all rows (T, V)."""
         return self._decoder.logits(*self._decoder.forward(self._sent(rows)[0]))
 
-    def logits(self, rows: StepRows) -> Tensor:
-        """Logits of the rows that draw (N, V), in the order of ``rows.draws``."""
-        target, draw_rows = self._sent(rows)
+    def logits(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Logits of the rows that draw (N, V), in the order of ``rows.draws``, and their seats (N,) on the device."""
+        target, draw_rows, draw_seats = self._sent(rows)
         x_TX, residual_TX = self._decoder.forward(target)
         if not len(draw_rows):
-            return x_TX.new_empty(0, self._decoder.spec.vocab_size)
-        return self._decoder.logits(x_TX.index_select(0, draw_rows), residual_TX.index_select(0, draw_rows))
+            return x_TX.new_empty(0, self._decoder.spec.vocab_size), draw_seats
+        x_NX, residual_NX = x_TX.index_select(0, draw_rows), residual_TX.index_select(0, draw_rows)
+        return self._decoder.logits(x_NX, residual_NX), draw_seats
 
     def warm(self) -> None:
         """Compile what :meth:`logits` launches, by steps that change nothing."""
@@ -56,22 +59,23 @@ class EagerSteps:
         host[:] = 0
         return device
 
-    def _sent(self, rows: StepRows) -> tuple[DeviceRows, Tensor]:
-        """The step on the device, and the rows that draw."""
+    def _sent(self, rows: StepRows) -> tuple[DeviceRows, Tensor, Tensor]:
+        """The step on the device, the rows that draw, and their seats."""
         inputs = self._inputs
         inputs.begin()
         pages_SP = np.zeros((len(rows.pages_SP), _up(rows.pages_SP.shape[1], PAGE_STEP)), dtype=np.int32)
         pages_SP[:, : rows.pages_SP.shape[1]] = rows.pages_SP
         arrays = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.lengths_D, pages_SP, rows.pieces_N4)
         tokens, positions, slots, lengths, pages, pieces = map(inputs.put, arrays)
-        draw_rows = inputs.put(rows.draw_rows)
+        seats, draw_rows, draw_seats = map(inputs.put, (rows.seats_D, rows.draw_rows, rows.draw_seats))
         adapted = self._adapted(rows) if rows.adapters else None
         inputs.send()
         splits = 1
-        if len(rows.lengths_D):
+        if len(seats):
+            tokens[: len(seats)] = self._feedback.known(tokens[: len(seats)], seats)
             splits = choose_splits(len(rows.lengths_D), self._decoder.kv.kv_heads, rows.longest, pages.device)
         some = pieces if len(rows.pieces_N4) else None
-        return DeviceRows(tokens, positions, slots, lengths, pages, splits, some, adapted), draw_rows
+        return DeviceRows(tokens, positions, slots, lengths, pages, splits, some, adapted), draw_rows, draw_seats
 
     def _adapted(self, rows: StepRows) -> Adapted:
         plan = plan_work(rows.adapters, choose_tile(rows.adapters))

@@ -9,12 +9,13 @@ nearly every engine needs, before it serves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.inputs import Inputs, aligned
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
@@ -60,6 +61,7 @@ class Variant(NamedTuple):
 class _Graph:
     graph: torch.cuda.CUDAGraph | None
     rows: DeviceRows
+    seats_B: Tensor
 
 
 class DecodeGraphs:
@@ -67,10 +69,19 @@ class DecodeGraphs:
     most likely tokens (:data:`FAILED` where logits are not finite) and logits, until the next run."""
 
     def __init__(
-        self, decoder: TritonDecoder, inputs: Inputs, *, seats: int, max_model_len: int, max_pages: int, max_rank: int
+        self,
+        decoder: TritonDecoder,
+        inputs: Inputs,
+        feedback: Feedback,
+        *,
+        seats: int,
+        max_model_len: int,
+        max_pages: int,
+        max_rank: int,
     ) -> None:
         self._decoder = decoder
         self._inputs = inputs
+        self._feedback = feedback
         self._max_model_len = max_model_len
         self._sizes = [size for size in LADDER if size < seats] + [min(seats, LADDER[-1])]
         device, largest = inputs.device_N.device, self.largest
@@ -106,7 +117,7 @@ class DecodeGraphs:
         graph = self._graph(variant)
         self._send(rows, graph.rows, plan)
         if graph.graph is None:
-            self._compute(graph.rows)
+            self._compute(graph)
         else:
             graph.graph.replay()
 
@@ -120,12 +131,19 @@ class DecodeGraphs:
         fits = (Adapting(plan.tile.rows, factor, groups) for factor in self._factors)
         return next(kind for kind in fits if kind.items(size) >= len(plan.items_W4))
 
-    # One graph's inputs: tokens, positions, slots, lengths, work list; then the step's page tables, as wide as needed
+    # One graph's inputs: tokens, positions, slots, lengths, seats, work list; after them the step's page tables
 
     def _send(self, rows: StepRows, target: DeviceRows, plan: WorkPlan | None) -> None:
         inputs, size, count = self._inputs, len(target.tokens_T), len(rows.tokens_T)
         inputs.begin()
-        for values, idle in ((rows.tokens_T, 0), (rows.positions_T, 0), (rows.slots_T, -1), (rows.lengths_D, 0)):
+        nobody = self._feedback.idle
+        for values, idle in (
+            (rows.tokens_T, 0),
+            (rows.positions_T, 0),
+            (rows.slots_T, -1),
+            (rows.lengths_D, 0),
+            (rows.seats_D, nobody),
+        ):
             host, _ = inputs.reserve(size)
             host[:count] = values
             host[count:] = idle
@@ -137,44 +155,46 @@ class DecodeGraphs:
         inputs.send()
         self._tables_BP[:count, : pages_SP.shape[1]].copy_(pages_SP)
 
-    def _rows(self, variant: Variant) -> DeviceRows:
-        """The views of the inputs that :meth:`_send` fills."""
+    def _views(self, variant: Variant) -> _Graph:
+        """The views of the inputs that :meth:`_send` fills; nothing is captured yet."""
         size, stride = variant.rows, aligned(variant.rows)
         words = self._inputs.device_N
-        tokens, positions, slots, lengths = (words[n * stride : n * stride + size] for n in range(4))
+        tokens, positions, slots, lengths, seats = (words[n * stride : n * stride + size] for n in range(5))
         adapted = None
         if variant.adapting is not None:
             kind = variant.adapting
             blocks, items = kind.blocks(size), kind.items(size)
-            list_N = words[4 * stride : 4 * stride + list_words(blocks, items)]
+            list_N = words[5 * stride : 5 * stride + list_words(blocks, items)]
             adapted = Adapted(self._scratch.within(list_N, kind.tile, blocks, items), kind.groups)
-        return DeviceRows(
-            tokens, positions, slots, lengths, self._tables_BP[:size], variant.splits, pieces_N4=None, adapted=adapted
-        )
+        tables = self._tables_BP[:size]
+        return _Graph(None, DeviceRows(tokens, positions, slots, lengths, tables, variant.splits, None, adapted), seats)
 
     def _graph(self, variant: Variant) -> _Graph:
         graph = self._graphs.get(variant)
         if graph is None:
-            graph = self._graphs[variant] = self._captured(self._rows(variant))
+            graph = self._graphs[variant] = self._captured(self._views(variant))
         return graph
 
-    def _captured(self, rows: DeviceRows) -> _Graph:
+    def _captured(self, views: _Graph) -> _Graph:
         if self._memory is None:
-            return _Graph(None, rows)
-        _idle(rows)
-        self._compute(rows)  # compiles and loads kernels, which a capture must not
+            return views
+        _idle(views.rows)
+        views.seats_B.fill_(self._feedback.idle)
+        self._compute(views)  # compiles and loads kernels, which a capture must not
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        self._compute(rows)
+        self._compute(views)
         graph.capture_end()
-        return _Graph(graph, rows)
+        return replace(views, graph=graph)
 
-    def _compute(self, rows: DeviceRows) -> None:
-        size = len(rows.tokens_T)
+    def _compute(self, views: _Graph) -> None:
+        size = len(views.seats_B)
+        rows = replace(views.rows, tokens_T=self._feedback.known(views.rows.tokens_T, views.seats_B))
         logits_BV = self.logits_BV[:size]
         logits_BV.copy_(self._decoder.logits(*self._decoder.forward(rows)))
         self.tokens_B[:size] = best_tokens(logits_BV)
+        self._feedback.keep(self.tokens_B[:size], views.seats_B)
 
 
 def _idle(rows: DeviceRows) -> None:

@@ -1,4 +1,4 @@
-"""The way of a step's numbers to the device: one pinned buffer, one asynchronous copy."""
+"""The way of a step's numbers to the device: a pinned buffer, one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ ALIGN_WORDS = 4
 class Inputs:
     """int32 words on the host and their twins on the device, at fixed addresses.
 
-    A step writes from the start, array by array, and sends once. The device must be done with the last step before the
-    next one writes.
+    A step writes from the start, array by array, and sends once. Steps take turns at two buffers on the host: when one
+    writes, the device is done with the step before the last.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
-        self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host: Int32 = self._pinned.numpy()
+        self._buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self._arrays: list[Int32] = [buffer.numpy() for buffer in self._buffers]
         self.device_N = torch.zeros(words, dtype=torch.int32, device=device)
         self._used = 0
 
     def begin(self) -> None:
         """Start to write a step."""
         self._used = 0
+        self._buffers.reverse()
+        self._arrays.reverse()
 
     def reserve(self, words: int) -> tuple[Int32, Tensor]:
         """The next ``words`` words, on the host to write and on the device to read."""
         start = self._used
         self._used = aligned(start + words)
-        return self._host[start : start + words], self.device_N[start : start + words]
+        return self._arrays[0][start : start + words], self.device_N[start : start + words]
 
     def put(self, array: Int32) -> Tensor:
         """Write an array of any shape; returns its twin."""
@@ -45,7 +47,7 @@ class Inputs:
 
     def send(self) -> None:
         """Copy what was written, in the current stream's order."""
-        self.device_N[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
+        self.device_N[: self._used].copy_(self._buffers[0][: self._used], non_blocking=True)
 
 
 def aligned(words: int) -> int:
@@ -59,4 +61,4 @@ def most_words(*, tokens: int, seats: int, max_pages: int, max_rank: int, heads_
     pieces = tokens // rows_of_piece(heads_per_kv_head) + seats
     blocks = tokens + 16
     items = (blocks << (-(-max_rank // 16) - 1).bit_length()) + 16
-    return 3 * tokens + 2 * seats + seats * (max_pages + 16) + 4 * pieces + 4 * blocks + 8 * items + 64 * ALIGN_WORDS
+    return 3 * tokens + 4 * seats + seats * (max_pages + 16) + 4 * pieces + 4 * blocks + 8 * items + 64 * ALIGN_WORDS

@@ -30,18 +30,21 @@ class StepRows:
     positions a decode attends, ``pages`` the sequences' page tables, ``pieces`` as in ``kernels/attention``.
 
     ``adapters`` are the rows that have one, ``groups`` the bits of all groups that these change. Row ``draw_rows[i]``
-    draws for ``keys[i]`` by ``draws[i]``, in the plan's order.
+    draws for ``keys[i]`` by ``draws[i]``, in the plan's order, and ``draw_seats[i]`` is its seat. A decode's token may
+    be negative: its seat drew it in the step before.
     """
 
     tokens_T: Int32
     positions_T: Int32
     slots_T: Int32
     lengths_D: Int32
+    seats_D: Int32
     pages_SP: Int32
     pieces_N4: Int32
     adapters: list[AdapterRows]
     groups: int
     draw_rows: Int32
+    draw_seats: Int32
     keys: list[RequestKey]
     draws: list[Draw]
 
@@ -105,12 +108,14 @@ class RowBuilder:
             positions_T=position_T,
             slots_T=pages_T * self._page_tokens + position_T % self._page_tokens,
             lengths_D=start_S[:D] + np.int32(1),
+            seats_D=seat_S[:D],
             pages_SP=self._tables[seat_S, :used],
             pieces_N4=plan_pieces([ChunkRows(*map(int, row)) for row in prompt_rows], self._heads_per_kv_head),
             adapters=list(self._adapter_rows(spans, D, first_S, length_S)),
             groups=reduce(or_, (span.view.groups for span in spans), 0),
             draw_rows=(first_S + length_S - 1)[[index + D * late for _, _, late, index in drawing]],
             keys=[chunk.key for chunk, *_ in drawing],
+            draw_seats=np.array([chunk.slot for chunk, *_ in drawing], dtype=np.int32),
             draws=[draw for _, draw, *_ in drawing],
         )
 

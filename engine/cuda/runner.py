@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stencilpress.engine.cuda.eager import EagerSteps
+from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.graphs import DecodeGraphs, best_tokens
 from stencilpress.engine.cuda.inputs import Inputs, most_words
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
@@ -18,7 +19,7 @@ from stencilpress.engine.limits import Limits
 from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.triton_llama import TritonDecoder
-from stencilpress.engine.plan import Sampled, StepPlan
+from stencilpress.engine.plan import RequestKey, Sampled, StepPlan
 from stencilpress.engine.sampler import only_best, sample
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.sgmv.views import AdapterView
@@ -61,16 +62,19 @@ class CudaRunner:
             heads_per_kv_head=heads_per_kv_head,
             elem_bytes=memory.geometry.dtype_bytes,
         )
-        self._eager = EagerSteps(decoder, inputs)
+        self._feedback = Feedback(limits.seats, device)
+        self._eager = EagerSteps(decoder, inputs, self._feedback)
         self._graphs = DecodeGraphs(
             decoder,
             inputs,
+            self._feedback,
             seats=limits.seats,
             max_model_len=limits.max_model_len,
             max_pages=max_pages,
             max_rank=max_lora_rank,
         )
-        self._ids_N = torch.zeros(limits.seats, dtype=torch.int32, pin_memory=self._stream is not None)
+        pinned = self._stream is not None
+        self._ids = [torch.zeros(limits.seats, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -83,23 +87,31 @@ class CudaRunner:
             self._graphs.warm()
         self._wait()
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""
+        return self.launch(plan)()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
+        """Give a plan to the device; what is returned waits for it and gives :meth:`run`'s answer.
+
+        One more step may be launched before that: it starts from the tokens that this one draws. A step that draws by
+        more than the best logit has already ended when this returns.
+        """
         rows = self._rows.build(plan, self._adapter)
         with self._own_stream():
             if len(rows.pieces_N4) or len(rows.tokens_T) > self._graphs.largest:
-                logits_NV = self._eager.logits(rows)
-                if rows.draws and only_best(rows.draws):
-                    return self._read(best_tokens(logits_NV), range(len(rows.draws)), rows)
-            else:
-                self._graphs.run(rows)
-                if only_best(rows.draws):
-                    return self._read(self._graphs.tokens_B[: len(rows.tokens_T)], rows.draw_rows.tolist(), rows)
-                logits_NV = self._graphs.logits_BV[rows.draw_rows]
-            sampled = sample(logits_NV, rows.keys, rows.draws) if rows.draws else []
-        self._wait()  # also after a step without draws: its pages may go to others now
-        return sampled
+                logits_NV, seats_N = self._eager.logits(rows)
+                if not only_best(rows.draws):
+                    return self._drawn(logits_NV, rows)
+                tokens_N = best_tokens(logits_NV)
+                self._feedback.keep(tokens_N, seats_N)
+                return self._reading(tokens_N, range(len(rows.draws)), rows.keys)
+            self._graphs.run(rows)
+            if not only_best(rows.draws):
+                return self._drawn(self._graphs.logits_BV[rows.draw_rows], rows)
+            tokens_B = self._graphs.tokens_B[: len(rows.tokens_T)]
+            return self._reading(tokens_B, rows.draw_rows.tolist(), rows.keys)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -109,13 +121,33 @@ class CudaRunner:
         self._wait()
         return logits_TV
 
-    def _read(self, tokens_N: Tensor, places: Sequence[int], rows: StepRows) -> list[Sampled]:
-        """Wait for the tokens; ``places[i]`` is where the one for ``rows.keys[i]`` lies."""
-        ids_N = self._ids_N[: len(tokens_N)]
+    def _drawn(self, logits_NV: Tensor, rows: StepRows) -> Callable[[], list[Sampled]]:
+        """Draw now, on the current stream."""
+        sampled = sample(logits_NV, rows.keys, rows.draws)
+        tokens = torch.tensor([draw.token for draw in sampled], dtype=torch.int32)
+        seats = torch.from_numpy(rows.draw_seats)
+        self._feedback.keep(tokens.to(logits_NV.device), seats.to(logits_NV.device))
+        return lambda: sampled
+
+    def _reading(
+        self, tokens_N: Tensor, places: Sequence[int], keys: Sequence[RequestKey]
+    ) -> Callable[[], list[Sampled]]:
+        """Have the tokens copied to the host; ``places[i]`` is where the one for ``keys[i]`` lies."""
+        self._ids.reverse()
+        ids_N = self._ids[0][: len(tokens_N)]
         ids_N.copy_(tokens_N, non_blocking=True)
-        self._wait()
-        ids = ids_N.tolist()
-        return [Sampled(key, ids[place]) for key, place in zip(rows.keys, places, strict=True)]
+        arrived = torch.cuda.Event() if self._stream is not None else None  # type: ignore[no-untyped-call]
+        if arrived is not None:
+            arrived.record()
+
+        def read() -> list[Sampled]:
+            """Also of a step without draws: its pages may go to others then."""
+            if arrived is not None:
+                arrived.synchronize()
+            ids = ids_N.tolist()
+            return [Sampled(key, ids[place]) for key, place in zip(keys, places, strict=True)]
+
+        return read
 
     def _wait(self) -> None:
         if self._stream is not None:

@@ -8,6 +8,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import random
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,18 @@ from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.messages import Sampling
 from stencilpress.engine.model.weights import load_weights
-from stencilpress.engine.plan import Chunk, Draw, Fetched, FetchOrder, Placed, PlaceOrder, Segment, StepPlan
+from stencilpress.engine.plan import (
+    PENDING,
+    Chunk,
+    Draw,
+    Fetched,
+    FetchOrder,
+    Placed,
+    PlaceOrder,
+    RequestKey,
+    Segment,
+    StepPlan,
+)
 from stencilpress.engine.runner import Runner
 from tests.unit.tiny_models import CPU, MAX_RANK, VOCAB, Engine, load_engine, save_adapter, save_model
 
@@ -50,6 +63,10 @@ class _Sequence:
 def _plan(number: int, chunks: list[tuple[_Sequence, Chunk]]) -> StepPlan:
     segments = {adapter: [c for s, c in chunks if s.adapter == adapter] for adapter in {s.adapter for s, _ in chunks}}
     return StepPlan(number, tuple(Segment(adapter, tuple(own)) for adapter, own in segments.items()))
+
+
+def _with_tokens(segment: Segment, token: Callable[[RequestKey], int]) -> Segment:
+    return replace(segment, chunks=tuple(replace(chunk, tokens=(token(chunk.key),)) for chunk in segment.chunks))
 
 
 def _placed(engine: Engine, adapters_dir: Path, digests: list[str], free: list[int]) -> Loader:
@@ -92,6 +109,16 @@ def test_rows_equal_the_cpu_runners(tmp_path: Path) -> None:
         plan = _plan(number, [(s, s.chunk(n)) for s, n in zip(sequences, lengths, strict=True) if n])
         expected = theirs.run(plan)
         assert ours.run(plan) == expected
+    first = _plan(3, [(s, s.chunk(1)) for s in sequences[:2]])
+    drawn = {draw.key: draw.token for draw in theirs.run(first)}
+    ahead = _plan(4, [(s, s.chunk(1)) for s in sequences[:2]])
+    pending = [_with_tokens(segment, lambda _: PENDING) for segment in ahead.segments]
+    known = [_with_tokens(segment, lambda key: drawn[key]) for segment in ahead.segments]
+    results = [ours.launch(first), ours.launch(StepPlan(4, tuple(pending)))]
+    assert [{draw.key: draw.token for draw in result()} for result in results] == [
+        drawn,
+        {draw.key: draw.token for draw in theirs.run(StepPlan(4, tuple(known)))},
+    ]
     order = [chunk for segment in plan.segments for chunk in segment.chunks]
     rows = torch.split(theirs.logits(plan), [len(chunk.tokens) for chunk in order])
     expected_rows = torch.cat([rows[i] for i in sorted(range(len(order)), key=lambda i: len(order[i].tokens) > 1)])
