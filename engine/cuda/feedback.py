@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from stencilpress.kernels.argmax.triton_argmax import best_tokens
+
 
 class Feedback:
     """``idle`` is a seat beside the real ones, for rows that are nobody's."""
@@ -26,3 +28,7 @@ class Feedback:
     def keep(self, tokens_N: Tensor, seats_N: Tensor) -> None:
         """Remember what these seats drew, int32."""
         self._last_S.index_copy_(0, seats_N.long(), tokens_N)
+
+    def draw_best(self, logits_NV: Tensor, seats_N: Tensor, tokens_N: Tensor) -> None:
+        """Write the most likely tokens, :data:`~engine.plan.FAILED` where a logit too many is not finite; keep them."""
+        best_tokens(logits_NV, seats_N, tokens_N, self._last_S)

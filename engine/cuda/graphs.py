@@ -17,15 +17,15 @@ from torch import Tensor
 
 from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.inputs import Inputs, aligned
+from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
-from stencilpress.engine.plan import FAILED
 from stencilpress.kernels.attention.triton_decode import choose_splits
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-SHORT = 1024
-"""Positions up to which a decode is cut into fewer runs."""
+REACHES = (512, 4096)
+"""Positions up to which graphs have their own cut into runs. Up to the first, one run is best: none to join."""
 RANKS = 16
 """Rank slices of an item."""
 
@@ -65,14 +65,15 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Runs decode steps of up to ``largest`` rows. After :meth:`run`, ``tokens_B`` and ``logits_BV`` have the rows'
-    most likely tokens (:data:`FAILED` where logits are not finite) and logits, until the next run."""
+    """Runs decode steps of up to ``largest`` rows. After :meth:`run`, ``tokens_B`` has the rows' most likely tokens
+    (negative where logits are not finite) and ``logits_BV`` their logits, until the next run."""
 
     def __init__(
         self,
         decoder: TritonDecoder,
         inputs: Inputs,
         feedback: Feedback,
+        products: Products,
         *,
         seats: int,
         max_model_len: int,
@@ -82,6 +83,7 @@ class DecodeGraphs:
         self._decoder = decoder
         self._inputs = inputs
         self._feedback = feedback
+        self._products = products
         self._max_model_len = max_model_len
         self._sizes = [size for size in LADDER if size < seats] + [min(seats, LADDER[-1])]
         device, largest = inputs.device_N.device, self.largest
@@ -122,7 +124,9 @@ class DecodeGraphs:
             graph.graph.replay()
 
     def _variant(self, size: int, longest: int, adapting: Adapting | None) -> Variant:
-        reach = min(SHORT, self._max_model_len) if longest <= SHORT else self._max_model_len
+        if longest <= REACHES[0]:
+            return Variant(size, 1, adapting)
+        reach = next((reach for reach in REACHES if reach >= longest), self._max_model_len)
         splits = choose_splits(size, self._decoder.kv.kv_heads, reach, self._inputs.device_N.device)
         return Variant(size, splits, adapting)
 
@@ -180,12 +184,13 @@ class DecodeGraphs:
             return views
         _idle(views.rows)
         views.seats_B.fill_(self._feedback.idle)
-        self._compute(views)  # compiles and loads kernels, which a capture must not
-        torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        self._compute(views)
-        graph.capture_end()
+        with self._products.fastest(len(views.seats_B)):
+            self._compute(views)  # compiles and loads kernels, which a capture must not
+            torch.cuda.current_stream().synchronize()
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            self._compute(views)
+            graph.capture_end()
         return replace(views, graph=graph)
 
     def _compute(self, views: _Graph) -> None:
@@ -193,8 +198,7 @@ class DecodeGraphs:
         rows = replace(views.rows, tokens_T=self._feedback.known(views.rows.tokens_T, views.seats_B))
         logits_BV = self.logits_BV[:size]
         logits_BV.copy_(self._decoder.logits(*self._decoder.forward(rows)))
-        self.tokens_B[:size] = best_tokens(logits_BV)
-        self._feedback.keep(self.tokens_B[:size], views.seats_B)
+        self._feedback.draw_best(logits_BV, views.seats_B, self.tokens_B[:size])
 
 
 def _idle(rows: DeviceRows) -> None:
@@ -204,9 +208,3 @@ def _idle(rows: DeviceRows) -> None:
     rows.slots_T.fill_(-1)
     if rows.adapted is not None:
         rows.adapted.work.list_N.zero_()
-
-
-def best_tokens(logits_NV: Tensor) -> Tensor:
-    """The most likely token of each row, int32 (N,); :data:`FAILED` where no logit, or one too many, is finite."""
-    best_N, token_N = logits_NV.max(-1)
-    return torch.where(torch.isfinite(best_N), token_N, FAILED).to(torch.int32)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from stencilpress.engine.cuda.eager import EagerSteps
 from stencilpress.engine.cuda.feedback import Feedback
-from stencilpress.engine.cuda.graphs import DecodeGraphs, best_tokens
+from stencilpress.engine.cuda.graphs import DecodeGraphs
 from stencilpress.engine.cuda.inputs import Inputs, most_words
+from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.memory import PoolMemory
@@ -68,6 +69,7 @@ class CudaRunner:
             decoder,
             inputs,
             self._feedback,
+            Products(spec, weights),
             seats=limits.seats,
             max_model_len=limits.max_model_len,
             max_pages=max_pages,
@@ -104,8 +106,8 @@ class CudaRunner:
                 logits_NV, seats_N = self._eager.logits(rows)
                 if not only_best(rows.draws):
                     return self._drawn(logits_NV, rows)
-                tokens_N = best_tokens(logits_NV)
-                self._feedback.keep(tokens_N, seats_N)
+                tokens_N = torch.empty_like(seats_N)
+                self._feedback.draw_best(logits_NV, seats_N, tokens_N)
                 return self._reading(tokens_N, range(len(rows.draws)), rows.keys)
             self._graphs.run(rows)
             if not only_best(rows.draws):
