@@ -153,20 +153,21 @@ class Scheduler:
         return self._take_off(batch)
 
     def plan_ahead(self) -> StepPlan | None:
-        """The step after the one in flight, whose tokens are not known yet: those seated go on, nobody takes a seat
-        or leaves one. None if nobody can, or if :meth:`plan` could do more once the step has landed.
+        """The step after the one in flight, whose tokens are not known yet. Nobody is preempted: where somebody should
+        be, None, and :meth:`plan` does it once the step has landed. None also if nothing can run.
 
         A request that ends meanwhile was computed in vain. Also followed by :meth:`commit` or :meth:`fail`, in order.
         """
         if len(self._flights) != 1:
             raise RuntimeError(f"{len(self._flights)} steps are in flight")
-        if (len(self._waiting) and (self._seats.free or self._parked)) or self._flights[0].heeds_history:
+        if (len(self._waiting) and self._parked) or self._flights[0].heeds_history:
             return None
         if not all(self._seats.grow(request) for request in self._going_on() if request.drawing):
             return None
         self._turns.begin_step(self._arrivals)
         batch = Batch(self._limits.max_num_batched_tokens)
         self._plan_seated(batch)
+        self._plan_newcomers(batch)
         return self._take_off(batch)
 
     def _take_off(self, batch: Batch) -> StepPlan | None:
