@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.triton_llama import TritonDecoder
 from stencilpress.engine.plan import RequestKey, Sampled, StepPlan
-from stencilpress.engine.sampler import only_best, sample
+from stencilpress.engine.sampler import only_best, sample, upload
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.sgmv.views import AdapterView
 
@@ -111,7 +112,10 @@ class CudaRunner:
                 return self._reading(tokens_N, range(len(rows.draws)), rows.keys)
             self._graphs.run(rows)
             if not only_best(rows.draws):
-                return self._drawn(self._graphs.logits_BV[rows.draw_rows], rows)
+                logits_BV = self._graphs.logits_BV[: len(rows.tokens_T)]
+                if len(rows.draws) < len(logits_BV):
+                    logits_BV = logits_BV.index_select(0, upload(rows.draw_rows, logits_BV.device))
+                return self._drawn(logits_BV, rows)
             tokens_B = self._graphs.tokens_B[: len(rows.tokens_T)]
             return self._reading(tokens_B, rows.draw_rows.tolist(), rows.keys)
 
@@ -126,9 +130,8 @@ class CudaRunner:
     def _drawn(self, logits_NV: Tensor, rows: StepRows) -> Callable[[], list[Sampled]]:
         """Draw now, on the current stream."""
         sampled = sample(logits_NV, rows.keys, rows.draws)
-        tokens = torch.tensor([draw.token for draw in sampled], dtype=torch.int32)
-        seats = torch.from_numpy(rows.draw_seats)
-        self._feedback.keep(tokens.to(logits_NV.device), seats.to(logits_NV.device))
+        tokens = np.array([draw.token for draw in sampled], dtype=np.int32)
+        self._feedback.keep(upload(tokens, logits_NV.device), upload(rows.draw_seats, logits_NV.device))
         return lambda: sampled
 
     def _reading(
