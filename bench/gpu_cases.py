@@ -16,7 +16,8 @@ from stencilpress.engine.spec import ModelSpec
 
 MIX = (8, 16, 32, 64)
 SEATS, STEP_TOKENS = 256, 16384
-POOL_BYTES = 40 << 30
+POOL_BYTES = 0
+"""What the engine takes by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,9 @@ class GpuEngine:
         geometry = page_geometry(spec, MAX_RANK)
         self.spec = spec
         self.weights = random_weights(spec, device)
-        settings = EngineSettings(model_dir="", adapters_dir="", pool_bytes=pool_bytes)
+        settings = EngineSettings(
+            model_dir="", adapters_dir="", pool_bytes=pool_bytes, max_num_seqs=seats, max_num_batched_tokens=tokens
+        )
         self.memory = allocate_pool(spec, geometry, settings, device)
         self.limits = Limits(
             max_num_seqs=seats,
@@ -208,13 +210,19 @@ class GpuEngine:
         self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0
 
-    def serve(self, prompts: Sequence[Sequence[int]], adapters: Sequence[str], new_tokens: int) -> Run:
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        adapters: Sequence[str],
+        new_tokens: int,
+        sampling: Sampling = GREEDY,
+    ) -> Run:
         """Run requests that come at once to their end, ``new_tokens`` each. ``adapters`` are digests, "" the base."""
         self._batches += 1
         run = Run()
         start = time.perf_counter()
         for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
-            submit = Submit(i, pack_tokens(list(prompt)), adapter, new_tokens, GREEDY)
+            submit = Submit(i, pack_tokens(list(prompt)), adapter, new_tokens, sampling)
             self.scheduler.add((self._batches, i), submit)
             run.tokens[i] = []
         while self._flights or not self.scheduler.idle:

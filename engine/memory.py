@@ -15,7 +15,7 @@ from stencilpress.kernels.sgmv.table import GroupShape
 
 CPU_POOL_BYTES = 2 << 30
 """Default pool on a CPU, or a quarter of the machine's memory if less. The system commits it as pages are used."""
-CUDA_POOL_SHARE = 0.96
+CUDA_POOL_SHARE = 0.95
 """Default pool on an accelerator: this share of what the weights leave free, less what a step takes."""
 GRAPH_BYTES = 1 << 30
 """Set aside for CUDA graphs and the libraries' workspaces."""

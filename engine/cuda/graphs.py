@@ -28,12 +28,15 @@ REACHES = (512, 4096)
 """Positions up to which graphs have their own cut into runs. Up to the first, one run is best: none to join."""
 RANKS = 16
 """Rank slices of an item."""
+FEW_BLOCKS = 8
+"""Fewest blocks of a work list. So few blocks of several rows are cut finer, to fill the device."""
 
 
 class Adapting(NamedTuple):
-    """The part of a graph that serves adapters: rows of a block, items a block on average, groups."""
+    """The part of a graph that serves adapters: rows of a block, whether blocks are few, items a block, groups."""
 
     tile_rows: int
+    few: bool
     factor: int
     groups: int
 
@@ -42,8 +45,10 @@ class Adapting(NamedTuple):
         return Tile(self.tile_rows, RANKS)
 
     def blocks(self, rows: int) -> int:
-        """Blocks that suffice for so many rows: by the rule that chooses the tile, few of which are small."""
-        return max(8, rows if self.tile_rows == 1 else rows // 8 + rows // self.tile_rows + 1)
+        """Blocks that suffice for so many rows: adapters have 8 or more each where a block takes several."""
+        if self.few:
+            return FEW_BLOCKS
+        return max(FEW_BLOCKS, rows if self.tile_rows == 1 else rows // 8 + rows // self.tile_rows + 1)
 
     def items(self, rows: int) -> int:
         return self.factor * self.blocks(rows)
@@ -91,7 +96,7 @@ class DecodeGraphs:
         self.logits_BV = torch.zeros(largest, decoder.spec.vocab_size, dtype=decoder.pool.dtype, device=device)
         self._tables_BP = torch.zeros(largest, max_pages, dtype=torch.int32, device=device)
         self._factors = [1 << n for n in range((max(1, -(-max_rank // RANKS)) - 1).bit_length() + 1)]
-        scratch = Adapting(1, self._factors[-1], ALL_GROUPS)
+        scratch = Adapting(1, False, self._factors[-1], ALL_GROUPS)
         self._scratch = SgmvWork.allocate(
             scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
         )
@@ -105,7 +110,7 @@ class DecodeGraphs:
 
     def warm(self) -> None:
         """Capture, largest first, what steps without adapters and with ones of one item a row need."""
-        adapting = (None, Adapting(1, 1, ATTENTION_GROUPS), Adapting(1, 1, ALL_GROUPS))
+        adapting = (None, Adapting(1, False, 1, ATTENTION_GROUPS), Adapting(1, False, 1, ALL_GROUPS))
         for size in reversed(self._sizes):
             for kind in adapting:
                 self._graph(self._variant(size, 1, kind))
@@ -132,7 +137,8 @@ class DecodeGraphs:
 
     def _adapting(self, plan: WorkPlan, size: int, groups: int) -> Adapting:
         groups = ATTENTION_GROUPS if groups | ATTENTION_GROUPS == ATTENTION_GROUPS else ALL_GROUPS
-        fits = (Adapting(plan.tile.rows, factor, groups) for factor in self._factors)
+        few = plan.tile.rows > 1 and len(plan.blocks_B4) <= FEW_BLOCKS
+        fits = (Adapting(plan.tile.rows, few, factor, groups) for factor in self._factors)
         return next(kind for kind in fits if kind.items(size) >= len(plan.items_W4))
 
     # One graph's inputs: tokens, positions, slots, lengths, seats, work list; after them the step's page tables
