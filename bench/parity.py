@@ -24,7 +24,8 @@ def digests(data: Path) -> dict[str, str]:
     """Digest of the promoted version of each of the demo tenant's adapters."""
     command = [sys.executable, "-m", "stencilpress.cli", "adapter", "list", "--tenant", "demo", "--json"]
     listed = subprocess.run([*command, "--data", str(data)], capture_output=True, text=True, check=True)
-    return {row["name"]: row["digest"] for row in json.loads(listed.stdout)}
+    promoted = [row for row in json.loads(listed.stdout) if "prod" in row["aliases"]]
+    return {row["version"].partition("@")[0]: row["digest"] for row in promoted}
 
 
 def main(arguments: list[str]) -> int:
