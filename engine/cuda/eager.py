@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
+import torch
 from torch import Tensor
 
 from stencilpress.engine.cuda.feedback import Feedback
@@ -42,17 +45,18 @@ class EagerSteps:
     def warm(self) -> None:
         """Compile what :meth:`logits` launches, by steps that change nothing."""
         idle = np.zeros(16, dtype=np.int32)
-        for blocks, items in ((8, 8), (8, 16), (16, 16), (16, 32)):
+        for tile_rows, blocks, factor in product((16, 64), (8, 16), (1, 2)):
             self._inputs.begin()
             tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:8]))
             slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle.reshape(1, -1))
-            pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, items)
+            pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, factor * blocks)
             self._inputs.send()
-            work = SgmvWork.over(list_N, Tile(64, 16), blocks, items, self._decoder.entries)
+            work = SgmvWork.over(list_N, Tile(tile_rows, 16), blocks, factor * blocks, self._decoder.entries)
             adapted = Adapted(work, ALL_GROUPS)
             rows = DeviceRows(tokens, positions, slots, lengths, pages.expand(8, -1), 1, pieces, adapted)
             x_TX, residual_TX = self._decoder.forward(rows)
             self._decoder.logits(x_TX, residual_TX)
+            torch.cuda.current_stream().synchronize()  # the inputs' buffers are written again
 
     def _list(self, blocks: int, items: int) -> Tensor:
         host, device = self._inputs.reserve(list_words(blocks, items))
