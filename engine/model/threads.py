@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from stencilpress.engine.threads import Neighbours
+
 WIDE_ROWS = 64
 WIDE_POSITIONS = 8192
 """From so many rows, or positions attended by decodes, on a step is wide."""
@@ -15,21 +17,23 @@ WIDE_WORK = 4 << 20
 
 
 class Threads:
-    """A second thread has to be woken, which takes as long as many an operation: 10 to 60 us with passive waiting
-    (spinning is faster until a neighbour wants the core, then several times slower). So a narrow step, a few
-    decodes, runs on one thread but for its large products, and a wide one on all of them.
+    """While the cores are ours every step runs on all of them. Beside a busy neighbour a second thread has to be woken
+    and scheduled for each operation, which takes as long as many an operation: then a narrow step, a few decodes,
+    runs on one thread but for its large products.
 
-    Measured on two cores, SmolLM2-135M in bf16, 8 decodes over 4 adapters: 31 ms a step; with two threads for all
-    operations 45 ms passive, 29 ms spinning on an idle machine, over 60 ms spinning beside one busy process.
+    Measured on two cores, SmolLM2-135M in bf16, 8 decodes (over 4 adapters): 17 (25) ms a step on two threads alone,
+    66 (153) ms on two beside one busy process, 23 (31) ms on one thread with or without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, neighbours: Neighbours | None = None) -> None:
         self._all = torch.get_num_threads()
         self._now = self._all
+        self._neighbours = neighbours or Neighbours()
 
     def begin(self, rows: int, positions: int) -> None:
         """Before each step."""
-        self._use(self._all if rows >= WIDE_ROWS or positions >= WIDE_POSITIONS else 1)
+        wide = rows >= WIDE_ROWS or positions >= WIDE_POSITIONS or self._neighbours.quiet()
+        self._use(self._all if wide else 1)
 
     def product(self, work: int, op: Callable[..., Tensor], *args: object) -> Tensor:
         """Run one product of so much work."""

@@ -1,9 +1,10 @@
 """The segmented product as few dense ones, in PyTorch: what the CPU engine runs. The contract is in the package.
 
-Neighbouring segments are stacked: their parts are copied side by side, A as (C, D) and B as a block-diagonal (C, O), so
-that two products serve them all, and between the products each row keeps its own adapter's columns alone. A product
-in half precision takes 13 us or more on a CPU however small it is, copying a few rows 1 us. Where the columns of others
-would cost more than calls do, a segment is multiplied alone, through strided views of the pool.
+Short neighbouring segments are stacked: their parts are copied side by side, A as (D, C) and B as a block-diagonal
+(C, O), so that two products serve them all, and between the products each row keeps its own adapter's columns alone.
+While the same adapters keep the same rows, step after step, the copies are kept. They are in fp32: a product of a few
+rows takes 2 us in it, in half precision 13 us or more, however small. Segments are stacked only while the columns of
+others cost less than the calls they save. A long segment is multiplied alone, through strided views of the pool.
 """
 
 # T rows, D input features, O output features of the group, C columns: the ranks of all stacked parts
@@ -19,10 +20,25 @@ from torch import Tensor
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.views import AdapterView, Part
 
-FP32_ROWS = 32
-"""Below so many rows a segment alone is multiplied in fp32: small products take 2 us in it."""
-CALL_MACS = 4 << 20
-"""Multiply-adds that take as long as the calls of one part that is multiplied alone."""
+SHORT_ROWS = 32
+"""Segments below are stacked and multiplied in fp32."""
+CALL_MACS = 160_000
+"""Multiply-adds of a few rows in fp32 that take as long as the calls of one stack: about 8 us."""
+KEPT_BYTES = 128 << 20
+"""Copies that one set of adapters may keep; the pool's own pages stay the only lasting place of an adapter."""
+
+
+class _Spare:
+    """Bytes that may still be kept."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+
+    def take(self, size_bytes: int) -> bool:
+        fits = size_bytes <= self._left
+        if fits:
+            self._left -= size_bytes
+        return fits
 
 
 class Piece(NamedTuple):
@@ -43,7 +59,8 @@ class Deltas:
         self.pieces = pieces
         self._shapes = shapes
         self._products: dict[int, list[_Alone | _Stacked]] = {}
-        self._weights: dict[object, tuple[Tensor, Tensor]] = {}
+        self._weights: dict[object, tuple[Tensor | None, Tensor]] = {}
+        self._spare = _Spare(KEPT_BYTES)
 
     def add(self, y_TO: Tensor, x_TD: Tensor, layer: int, group: int) -> None:
         """Add the delta of one (layer, group) to ``y_TO`` in place."""
@@ -56,7 +73,8 @@ class Deltas:
 
     def _prepare(self, entry: int, shape: GroupShape) -> Iterator[_Alone | _Stacked]:
         for adapted in _stacks(self.pieces, entry, shape):
-            yield _Alone(*adapted[0]) if len(adapted) == 1 else self._stacked(adapted, shape)
+            piece, parts = adapted[0]
+            yield _Alone(piece, parts) if piece.end - piece.first >= SHORT_ROWS else self._stacked(adapted, shape)
 
     def _stacked(self, adapted: _Adapted, shape: GroupShape) -> _Stacked:
         stacks = [
@@ -71,10 +89,11 @@ class Deltas:
             [part.a for _, part in columns],
             [[part.b for _, part in stack] or [none] for stack, none in zip(stacks, absent, strict=True)],
             *self._weights_of(columns, rows),
+            self._spare,
         )
 
-    def _weights_of(self, columns: list[tuple[Piece, Part]], rows: slice) -> tuple[Tensor, Tensor]:
-        """Where a row meets another's column (T, C), and the scales, fp32 (C,). Most layers share them."""
+    def _weights_of(self, columns: list[tuple[Piece, Part]], rows: slice) -> tuple[Tensor | None, Tensor]:
+        """Where a row meets another's column (T, C), if any does, and the scales, fp32 (C,). Most layers share them."""
         key = tuple((piece.first, piece.end, part.rank, part.scale) for piece, part in columns)
         if key not in self._weights:
             device = columns[0][1].a.device
@@ -83,7 +102,8 @@ class Deltas:
             end_C = torch.tensor([piece.end for piece, _ in owner_C], device=device)
             row_T1 = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
             scale_C = torch.tensor([scale for _, scale in owner_C], device=device)
-            self._weights[key] = (row_T1 < first_C) | (row_T1 >= end_C), scale_C
+            foreign_TC = (row_T1 < first_C) | (row_T1 >= end_C)
+            self._weights[key] = foreign_TC if bool(foreign_TC.any()) else None, scale_C
         return self._weights[key]
 
 
@@ -91,7 +111,7 @@ _Adapted = list[tuple[Piece, tuple[Part, ...]]]
 
 
 def _stacks(pieces: Sequence[Piece], entry: int, shape: GroupShape) -> Iterator[_Adapted]:
-    """The pieces whose adapter changes this entry; neighbours together while that wastes less than it saves."""
+    """The pieces whose adapter changes this entry; short neighbours together while that wastes less than it saves."""
     stack: _Adapted = []
     area = columns = 0
     for piece in pieces:
@@ -99,14 +119,16 @@ def _stacks(pieces: Sequence[Piece], entry: int, shape: GroupShape) -> Iterator[
         if not parts:
             continue
         own = sum(part.rank for part in parts)
-        joint = (piece.end - stack[0][0].first) * (columns + own) if stack else 0
+        first = stack[0][0].first if stack else piece.first
+        joint = (piece.end - first) * (columns + own)
         waste = joint - area - (piece.end - piece.first) * own
-        if stack and waste * (shape.in_features + sum(shape.out_features)) > CALL_MACS * len(parts):
+        too_long = piece.end - first >= SHORT_ROWS
+        if stack and (too_long or waste * (shape.in_features + sum(shape.out_features)) > CALL_MACS):
             yield stack
-            stack, columns = [], 0
+            stack, columns, first = [], 0, piece.first
         stack.append((piece, parts))
         columns += own
-        area = (piece.end - stack[0][0].first) * columns
+        area = (piece.end - first) * columns
     if stack:
         yield stack
 
@@ -120,23 +142,37 @@ class _Alone(NamedTuple):
     def add(self, y_TO: Tensor, x_TD: Tensor) -> None:
         first, end, _ = self.piece
         x, y = x_TD[first:end], y_TO[first:end]
-        dtype = torch.float32 if end - first < FP32_ROWS else x.dtype
-        x = x.to(dtype)
         for part in self.parts:
-            y[:, part.columns].add_((x @ part.a.to(dtype).T) @ part.b.to(dtype), alpha=part.scale)
+            y[:, part.columns].add_((x @ part.a.T) @ part.b, alpha=part.scale)
 
 
-class _Stacked(NamedTuple):
+class _Stacked:
     """Several pieces: all parts' A, per projection its parts' B, whose columns are foreign to which row, the scales."""
 
-    rows: slice
-    a: list[Tensor]
-    b: list[list[Tensor]]
-    foreign: Tensor
-    scale: Tensor
+    def __init__(
+        self, rows: slice, a: list[Tensor], b: list[list[Tensor]], foreign: Tensor | None, scale: Tensor, spare: _Spare
+    ) -> None:
+        self._rows = rows
+        self._a = a
+        self._b = b
+        self._foreign = foreign
+        self._scale = scale
+        self._spare = spare
+        self._used = False
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def add(self, y_TO: Tensor, x_TD: Tensor) -> None:
-        a_CD = torch.cat(self.a)
-        b_CO = torch.block_diag(*map(torch.cat, self.b))  # type: ignore[no-untyped-call]
-        h_TC = (x_TD[self.rows] @ a_CD.T).masked_fill_(self.foreign, 0).mul_(self.scale)
-        y_TO[self.rows].add_(h_TC @ b_CO)
+        a_DC, b_CO = self._kept or self._copy()
+        h_TC = torch.mm(x_TD[self._rows].float(), a_DC).mul_(self._scale)
+        if self._foreign is not None:
+            h_TC.masked_fill_(self._foreign, 0)
+        y_TO[self._rows].add_(torch.mm(h_TC, b_CO))
+
+    def _copy(self) -> tuple[Tensor, Tensor]:
+        """Side by side; a set of adapters that comes a second time will come again, so its copy is kept."""
+        b_CO = torch.block_diag(*map(torch.cat, self._b))  # type: ignore[no-untyped-call]
+        copies = torch.cat(self._a).float().T, b_CO.float()
+        if self._used and self._spare.take(sum(copy.nbytes for copy in copies)):
+            self._kept = copies
+        self._used = True
+        return copies
