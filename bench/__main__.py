@@ -1,11 +1,11 @@
-"""``python -m bench cpu | kernels | parity | report``."""
+"""``python -m bench cpu | kernels | latency | parity | report | throughput``."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHES = ("cpu", "kernels", "parity", "report")
+BENCHES = ("cpu", "kernels", "latency", "parity", "report", "throughput")
 
 
 def main() -> int:

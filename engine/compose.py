@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from stencilpress.engine.limits import derive_limits
+from stencilpress.engine.limits import Limits, derive_limits
 from stencilpress.engine.link import Link
 from stencilpress.engine.loader import Loader
-from stencilpress.engine.memory import allocate_pool
+from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.messages import PROTOCOL_VERSION, Welcome
-from stencilpress.engine.model.llama import Decoder
+from stencilpress.engine.model.llama import Decoder, Weights
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.residency import Residency
@@ -20,7 +20,7 @@ from stencilpress.engine.runner import Runner
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, page_geometry
-from stencilpress.engine.worker import Worker
+from stencilpress.engine.worker import Launches, Runs, Worker
 
 
 def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) -> Worker:
@@ -31,15 +31,28 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
     device = _device(settings)
     geometry = page_geometry(spec, settings.max_lora_rank)
     limits = derive_limits(settings, spec, geometry)
-    decoder = Decoder(spec, load_weights(Path(settings.model_dir), spec, device), limits.max_model_len)
+    weights = load_weights(Path(settings.model_dir), spec, device)
     memory = allocate_pool(spec, geometry, settings, device)
     link = Link(listener, _welcome(settings, spec, limits.max_model_len))
     loader = Loader(Path(settings.adapters_dir), spec, memory, settings.max_lora_rank, link.wake)
     pool = Pool(memory.num_pages)
     residency = Residency(pool, max_cpu_loras=settings.max_cpu_loras, max_prefetched=settings.max_loras)
     scheduler = Scheduler(limits, pool, residency)
-    runner = Runner(decoder, memory, loader.adapter)
+    runner = _runner(spec, weights, memory, loader, limits, settings)
     return Worker(scheduler, residency, loader, runner, link)
+
+
+def _runner(
+    spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: Loader, limits: Limits, settings: EngineSettings
+) -> Runs | Launches:
+    """The device's own way to run a step, ready for the first."""
+    if memory.device.type != "cuda":
+        return Runner(Decoder(spec, weights, limits.max_model_len), memory, loader.adapter)
+    from stencilpress.engine.cuda.runner import CudaRunner  # Triton is there on machines with a GPU only
+
+    runner = CudaRunner(spec, weights, memory, loader.adapter, limits, settings.max_lora_rank)
+    runner.warm()
+    return runner
 
 
 def _device(settings: EngineSettings) -> torch.device:

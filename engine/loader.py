@@ -39,7 +39,7 @@ from stencilpress.engine.image import (
 from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, LoadResult, Placed, PlaceOrder
 from stencilpress.engine.spec import ModelSpec
-from stencilpress.kernels.sgmv.views import AdapterView, adapter_view
+from stencilpress.kernels.sgmv.views import AdapterView, adapter_view, table_view
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Hosted:
+class Hosted:
+    """An image in host memory, and how it lies in pages."""
+
     image: Image
     layout: Layout
 
@@ -67,7 +69,7 @@ class Loader:
         self._stream = _new_stream(memory.device)
         self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._results: deque[LoadResult] = deque()
-        self._hosted: dict[str, _Hosted] = {}
+        self._hosted: dict[str, Hosted] = {}
         self._placed: dict[str, AdapterView] = {}
         self._thread = threading.Thread(target=self._work, name="loader", daemon=True)
         self._thread.start()
@@ -114,7 +116,7 @@ class Loader:
             return Placed(order.digest, _reason(order, error))
         return Placed(order.digest)
 
-    def _fetch(self, digest: str) -> _Hosted:
+    def _fetch(self, digest: str) -> Hosted:
         if not _DIGEST.fullmatch(digest):
             raise ImageError("not a digest")
         folder, fingerprint = self._adapters_dir / digest, self._spec.fingerprint()
@@ -124,9 +126,9 @@ class Loader:
         image = read_image(path, digest=digest, fingerprint=fingerprint, allocate=self._host_memory)
         if image.header.max_rank > self._max_lora_rank:
             raise ImageError(f"rank {image.header.max_rank} exceeds max_lora_rank {self._max_lora_rank}")
-        return _Hosted(image, layout(image.header, self._memory.geometry))
+        return Hosted(image, layout(image.header, self._memory.geometry))
 
-    def _place(self, hosted: _Hosted, pages: tuple[int, ...]) -> AdapterView:
+    def _place(self, hosted: Hosted, pages: tuple[int, ...]) -> AdapterView:
         image, placed, memory = hosted.image, hosted.layout, self._memory
         table = slice_table(image.header, placed, pages)
         table_offset = pages[placed.table_page] * memory.geometry.page_elems + placed.table_offset
@@ -138,7 +140,8 @@ class Loader:
                 )
             self._copy(table_offset * width, torch.from_numpy(table).view(torch.uint8))
         if self._stream is not None:
-            self._stream.synchronize()
+            self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
+            return table_view(table, table_offset, memory.layers, memory.shapes)
         return adapter_view(memory.flat, table, table_offset, memory.layers, memory.shapes)
 
     def _copy(self, start: int, source: Tensor) -> None:

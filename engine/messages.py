@@ -39,6 +39,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int = -1
     logit_bias: dict[int, float] = {}
 
+    @property
+    def heeds_history(self) -> bool:
+        """Whether a draw depends on the tokens before it, other than through the model."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """Generate. ``prompt`` is little-endian int32 (:func:`pack_tokens`); ``adapter`` is "" for the base.

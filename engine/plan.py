@@ -10,6 +10,9 @@ from stencilpress.engine.messages import Sampling
 FAILED = -1
 """Stands for a token where the device could not draw one."""
 
+PENDING = -1
+"""Stands for a token that the step before draws: the device knows it, policy does not yet."""
+
 Page = int
 RequestKey = tuple[int, int]
 """(connection number, request id): unique in an engine's life."""
@@ -33,8 +36,8 @@ class Chunk:
     """The part of one request that runs in this step: ``tokens`` at positions ``start`` and on.
 
     ``pages`` is the request's whole KV page table, long enough for ``start + len(tokens)`` positions.
-    A decode is a chunk of one token. ``draw`` is None while a prompt is not yet complete. ``slot`` is
-    the request's row in per-sequence device state, stable while it runs.
+    A decode is a chunk of one token, perhaps :data:`PENDING`. ``draw`` is None while a prompt is not yet complete.
+    ``slot`` is the request's row in per-sequence device state, stable while it runs.
     """
 
     key: RequestKey

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from stencilpress.engine.messages import Finished, FinishReason, Sampling
-from stencilpress.engine.plan import Chunk, Draw, Page, RequestKey
+from stencilpress.engine.plan import PENDING, Chunk, Draw, Page, RequestKey
 
 
 class State(enum.Enum):
@@ -36,6 +36,8 @@ class IllegalMoveError(RuntimeError):
 class Request:
     """``history`` is the prompt and all tokens drawn so far; KV of the first ``computed`` of them is in ``pages``.
 
+    Steps in flight compute ``in_flight`` more; ``pending`` is 1 if the newest of them draws the next token.
+
     ``arrival`` orders all requests of an engine.
     ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
     """
@@ -52,10 +54,32 @@ class Request:
     slot: int = -1
     pages: tuple[Page, ...] = ()
     computed: int = 0
+    in_flight: int = 0
+    pending: int = 0
 
     @property
     def generated(self) -> int:
         return len(self.history) - self.prompt_len
+
+    @property
+    def length(self) -> int:
+        """Tokens of the history and the pending one."""
+        return len(self.history) + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of :attr:`length` that no step has computed or computes now."""
+        return self.length - self.computed - self.in_flight
+
+    @property
+    def drawing(self) -> bool:
+        """Whether its history is computed, or will be when the steps in flight have landed."""
+        return self.state is State.RUNNING or self.pending > 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the pending token is the last one, whatever it is."""
+        return self.length - self.prompt_len >= self.max_tokens
 
     @property
     def seated(self) -> bool:
@@ -75,15 +99,26 @@ class Request:
     def rise(self) -> tuple[Page, ...]:
         """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
         pages, self.pages, self.slot = self.pages, (), -1
+        self.in_flight = self.pending = 0
         return pages
 
     def chunk(self, count: int) -> Chunk:
-        """The next ``count`` tokens to compute, with a draw if they complete the history."""
-        start, history = self.computed, self.history
+        """Take off with the next ``count`` tokens, and with a draw if they are all that remain."""
+        start, history = self.computed + self.in_flight, self.history
+        tokens = tuple(history[start : start + count]) or (PENDING,)
         draw = None
-        if start + count == len(history):
-            draw = Draw(self.sampling, history, self.prompt_len, len(history) - self.prompt_len)
-        return Chunk(self.key, self.slot, start, tuple(history[start : start + count]), self.pages, draw)
+        if count == self.remaining:
+            draw = Draw(self.sampling, history, self.prompt_len, self.length - self.prompt_len)
+        self.in_flight += count
+        self.pending = int(draw is not None)
+        return Chunk(self.key, self.slot, start, tokens, self.pages, draw)
+
+    def landed(self, chunk: Chunk) -> None:
+        """The device has computed a chunk. A later one may be in flight."""
+        self.computed += len(chunk.tokens)
+        self.in_flight -= len(chunk.tokens)
+        if not self.in_flight:
+            self.pending = 0
 
     def accept(self, token: int) -> FinishReason | None:
         """Take a drawn token; the reason if it is the last one."""

@@ -10,9 +10,12 @@ frequency and presence penalties, temperature, top-k, top-p over what top-k left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,22 +32,57 @@ _MASK = (1 << 64) - 1
 def sample(logits_NV: Tensor, keys: Sequence[RequestKey], draws: Sequence[Draw]) -> list[Sampled]:
     """One token per row. ``logits_NV`` has the served dtype and is not changed.
 
-    A row whose logits hold NaN or +inf, or nothing but -inf, gets :data:`FAILED`; the others do not notice.
+    A row whose logits hold NaN or +inf, or nothing but -inf, gets :data:`FAILED`; the others do not notice. An
+    accelerator is waited for once, or twice where :data:`WINDOW` is too narrow for a row.
     """
     best_N, tokens_N = logits_NV.max(-1)
-    sound: list[bool] = torch.isfinite(best_N).tolist()
-    tokens: list[int] = tokens_N.tolist()
-    altered = [n for n, draw in enumerate(draws) if sound[n] and not _takes_best(draw.sampling)]
-    if altered:
-        drawn = _draw(logits_NV[altered].float(), [draws[n] for n in altered])
-        for n, token in zip(altered, drawn, strict=True):
-            tokens[n] = token
-    ranked = [n for n, draw in enumerate(draws) if sound[n] and draw.sampling.logprobs >= 0]
-    logprobs = _logprobs(logits_NV, tokens, ranked, [draws[n].sampling.logprobs for n in ranked])
+    sound_N = torch.isfinite(best_N)
+    altered = [n for n, draw in enumerate(draws) if not _takes_best(draw.sampling)]
+    logprobs = _Logprobs(logits_NV, [n for n, draw in enumerate(draws) if draw.sampling.logprobs >= 0], draws)
+    if not altered:
+        return _answers(keys, *_read(sound_N, tokens_N, logprobs, sound_N[:0])[:3])
+    rows_A = upload(np.array(altered), logits_NV.device)
+    scores_AV = logits_NV.index_select(0, rows_A).float()
+    filters = _altered(scores_AV, [draws[n] for n in altered])
+    drawn_A, settled_A = _pick(scores_AV, filters, WINDOW)
+    tokens_N = tokens_N.index_copy(0, rows_A, drawn_A)
+    sound, tokens, ranked, settled = _read(sound_N, tokens_N, logprobs, settled_A)
+    unsettled = [a for a, n in enumerate(altered) if sound[n] and not settled[a]]
+    if unsettled:
+        wide_A, _ = _pick(scores_AV[unsettled], filters.rows(unsettled), scores_AV.shape[1])
+        tokens_N = tokens_N.index_copy(0, rows_A[unsettled], wide_A)
+        sound, tokens, ranked, _ = _read(sound_N, tokens_N, logprobs, settled_A)
+    return _answers(keys, sound, tokens, ranked)
+
+
+_Ranked = dict[int, tuple[float, tuple[tuple[int, float], ...]]]
+
+
+def _read(
+    sound_N: Tensor, tokens_N: Tensor, logprobs: _Logprobs, settled_A: Tensor
+) -> tuple[list[bool], list[int], _Ranked, list[bool]]:
+    """All results in one copy to the host: fp64 holds every one of them exactly."""
+    parts = (sound_N, tokens_N, settled_A, *logprobs.of(tokens_N))
+    numbers = torch.cat([part.double().flatten() for part in parts]).tolist()
+    values = [numbers[end - part.numel() : end] for part, end in zip(parts, _ends(parts), strict=True)]
+    ranked = logprobs.by_row(*values[3:]) if logprobs.rows else {}
+    return [bool(x) for x in values[0]], [int(x) for x in values[1]], ranked, [bool(x) for x in values[2]]
+
+
+def _ends(parts: Sequence[Tensor]) -> Iterator[int]:
+    return accumulate(part.numel() for part in parts)
+
+
+def _answers(keys: Sequence[RequestKey], sound: list[bool], tokens: list[int], ranked: _Ranked) -> list[Sampled]:
     return [
-        Sampled(key, token, *logprobs.get(n, (None, ()))) if sound[n] else Sampled(key, FAILED)
+        Sampled(key, token, *ranked.get(n, (None, ()))) if sound[n] else Sampled(key, FAILED)
         for n, (key, token) in enumerate(zip(keys, tokens, strict=True))
     ]
+
+
+def only_best(draws: Sequence[Draw]) -> bool:
+    """Whether every row's token is simply its most likely one, and nobody asks for logprobs."""
+    return all(draw.sampling.logprobs < 0 and _takes_best(draw.sampling) for draw in draws)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -61,49 +99,64 @@ def _mix(z: int) -> int:
 
 def _takes_best(sampling: Sampling) -> bool:
     """Whether the token is simply the most likely one."""
-    return sampling.temperature < GREEDY_BELOW and not sampling.logit_bias and not _penalises(sampling)
-
-
-def _penalises(sampling: Sampling) -> bool:
-    return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1
+    return sampling.temperature < GREEDY_BELOW and not sampling.logit_bias and not sampling.heeds_history
 
 
 # Altered scores
 
 
-def _draw(scores_NV: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Tokens of rows that are not plainly greedy. Overwrites ``scores_NV`` (fp32)."""
-    for row_V, draw in zip(scores_NV, draws, strict=True):
-        if draw.sampling.logit_bias:
-            bias = draw.sampling.logit_bias
-            row_V[_ids(list(bias), row_V)] += torch.tensor(list(bias.values()), device=row_V.device)
-        if _penalises(draw.sampling):
-            _penalise(row_V, draw)
+def _altered(scores_NV: Tensor, draws: Sequence[Draw]) -> _Filters:
+    """Overwrite the scores (fp32) of rows that are not plainly greedy up to the temperature; the filters remain."""
+    _add(scores_NV, [(list(draw.sampling.logit_bias), list(draw.sampling.logit_bias.values())) for draw in draws])
+    _repeat(scores_NV, draws)
+    _add(scores_NV, [_of_output(draw) for draw in draws])
     filters = _Filters.of(draws, scores_NV)
     scores_NV.sub_(scores_NV.amax(-1, keepdim=True)).div_(filters.temperature)
-    tokens_N, settled_N = _pick(scores_NV, filters, WINDOW)
-    tokens: list[int] = tokens_N.tolist()
-    open_rows = [n for n, settled in enumerate(settled_N.tolist()) if not settled]
-    if open_rows:
-        wide_N, _ = _pick(scores_NV[open_rows], filters.rows(open_rows), scores_NV.shape[1])
-        for n, token in zip(open_rows, wide_N.tolist(), strict=True):
-            tokens[n] = token
-    return tokens
+    return filters
 
 
-def _penalise(row_V: Tensor, draw: Draw) -> None:
-    """Repetition over prompt and output (arXiv 1909.05858), frequency and presence over the output (OpenAI's API)."""
+def _repeat(scores_NV: Tensor, draws: Sequence[Draw]) -> None:
+    """Repetition penalty, over prompt and output (arXiv 1909.05858)."""
+    penalties = [draw.sampling.repetition_penalty for draw in draws]
+    seen = [np.unique(draw.history) if p != 1 else _NONE for draw, p in zip(draws, penalties, strict=True)]
+    counts = [len(ids) for ids in seen]
+    if not sum(counts):
+        return
+    device = scores_NV.device
+    rows, ids = upload(np.repeat(np.arange(len(draws)), counts), device), upload(np.concatenate(seen), device)
+    penalty = upload(np.repeat(np.array(penalties, dtype=np.float32), counts), device)
+    score = scores_NV[rows, ids]
+    scores_NV[rows, ids] = torch.where(score > 0, score / penalty, score * penalty)
+
+
+def _of_output(draw: Draw) -> tuple[Sequence[int], Sequence[float]]:
+    """Frequency and presence penalties, over the output (OpenAI's API)."""
     sampling = draw.sampling
-    if sampling.repetition_penalty != 1:
-        seen = _ids(draw.history, row_V)
-        score = row_V[seen]
-        row_V[seen] = torch.where(score > 0, score / sampling.repetition_penalty, score * sampling.repetition_penalty)
-    output, count = torch.unique(_ids(draw.history[draw.prompt_len :], row_V), return_counts=True)
-    row_V[output] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if not (sampling.frequency_penalty or sampling.presence_penalty):
+        return (), ()
+    ids, counts = np.unique(np.array(draw.history[draw.prompt_len :], dtype=np.int64), return_counts=True)
+    return ids.tolist(), (-sampling.frequency_penalty * counts - sampling.presence_penalty).tolist()
 
 
-def _ids(tokens: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=like.device)
+def _add(scores_NV: Tensor, terms: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+    """Add numbers to some tokens of each row; none twice."""
+    counts = [len(ids) for ids, _ in terms]
+    if not sum(counts):
+        return
+    device = scores_NV.device
+    rows = upload(np.repeat(np.arange(len(terms)), counts), device)
+    ids = upload(np.array([token for ids, _ in terms for token in ids]), device)
+    values = upload(np.array([value for _, values in terms for value in values], dtype=np.float32), device)
+    scores_NV[rows, ids] += values
+
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Without waiting for an accelerator."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # The draw
@@ -132,15 +185,8 @@ class _Filters:
             )
             for draw in draws
         ]
-        temperature, keep, top_p, min_p, number = torch.tensor(fields, dtype=torch.float64).T.unsqueeze(-1)
-        device = scores_NV.device
-        return cls(
-            temperature.float().to(device),
-            keep.long().to(device),
-            top_p.to(device),
-            min_p.to(device),
-            number.to(device),
-        )
+        temperature, keep, top_p, min_p, number = upload(np.array(fields), scores_NV.device).T.unsqueeze(-1)
+        return cls(temperature.float(), keep.long(), top_p, min_p, number)
 
     def rows(self, rows: list[int]) -> _Filters:
         return _Filters(*(getattr(self, name)[rows] for name in self.__slots__))
@@ -185,16 +231,28 @@ def _best(scores_NV: Tensor, window: int) -> tuple[Tensor, Tensor]:
 # Logprobs
 
 
-def _logprobs(
-    logits_NV: Tensor, tokens: Sequence[int], rows: list[int], counts: list[int]
-) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
-    """By row: the drawn token's logprob, and the ``count`` best with theirs, of the model's own distribution."""
-    if not rows:
-        return {}
-    logprobs_NV = logits_NV[rows].float().log_softmax(-1)
-    drawn = logprobs_NV.gather(1, _ids([tokens[n] for n in rows], logits_NV).unsqueeze(1))[:, 0].tolist()
-    best_NW, ids_NW = _best(logprobs_NV, min(max([1, *counts]), logits_NV.shape[1]))
-    return {
-        n: (drawn[i], tuple(zip(ids_NW[i, :count].tolist(), best_NW[i, :count].tolist(), strict=True)))
-        for i, (n, count) in enumerate(zip(rows, counts, strict=True))
-    }
+class _Logprobs:
+    """The logprobs that some rows ask for, of the model's own distribution."""
+
+    def __init__(self, logits_NV: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+        self.rows = rows
+        self._counts = [draws[n].sampling.logprobs for n in rows]
+        if rows:
+            self._rows_R = upload(np.array(rows), logits_NV.device)
+            self._logprobs_RV = logits_NV.index_select(0, self._rows_R).float().log_softmax(-1)
+            self._best_RW, self._ids_RW = _best(self._logprobs_RV, min(max([1, *self._counts]), logits_NV.shape[1]))
+
+    def of(self, tokens_N: Tensor) -> tuple[Tensor, ...]:
+        """The drawn tokens' logprobs (R,), the best tokens and theirs (R, W); nothing if nobody asks."""
+        if not self.rows:
+            return ()
+        drawn_R = self._logprobs_RV.gather(1, tokens_N.index_select(0, self._rows_R).unsqueeze(1))[:, 0]
+        return drawn_R, self._ids_RW, self._best_RW
+
+    def by_row(self, drawn: list[float], ids: list[float], best: list[float]) -> _Ranked:
+        """By row: the drawn token's logprob, and as many of the best as it asks for, from :meth:`of` on the host."""
+        width = len(best) // len(self.rows)
+        return {
+            n: (drawn[i], tuple((int(ids[w]), best[w]) for w in range(i * width, i * width + count)))
+            for i, (n, count) in enumerate(zip(self.rows, self._counts, strict=True))
+        }

@@ -8,13 +8,15 @@ slot or room for its adapter, for a while (engine/turns.py).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, FinishReason, Stats, Step, Submit, Token, unpack_tokens
-from stencilpress.engine.plan import FAILED, Chunk, Fetched, LoadResult, RequestKey, Sampled, Segment, StepPlan
+from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.request import Request, State
 from stencilpress.engine.residency import Residency
@@ -27,28 +29,6 @@ from stencilpress.engine.waiting import Waiting
 class _Outgoing:
     tokens: list[Token] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
-
-
-class _Batch:
-    """The step being planned: chunks by adapter, those of one token apart from longer ones."""
-
-    __slots__ = ("_chunks", "budget", "requests")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.requests: dict[RequestKey, Request] = {}
-        self._chunks: dict[str | None, tuple[list[Chunk], list[Chunk]]] = {}
-
-    def add(self, request: Request, count: int) -> None:
-        pair = self._chunks.get(request.adapter)
-        if pair is None:
-            pair = self._chunks[request.adapter] = ([], [])
-        pair[count > 1].append(request.chunk(count))
-        self.requests[request.key] = request
-        self.budget -= count
-
-    def segments(self) -> tuple[Segment, ...]:
-        return tuple(Segment(adapter, (*ones, *longer)) for adapter, (ones, longer) in self._chunks.items())
 
 
 class Scheduler:
@@ -64,8 +44,7 @@ class Scheduler:
         self._seats = Seats(limits, pool, residency)
         self._parked: set[int] = set()
         self._outgoing: dict[int, _Outgoing] = {}
-        self._flight: StepPlan | None = None
-        self._on_board: dict[RequestKey, Request] = {}
+        self._flights: deque[Flight] = deque()
         self._turns = Turns(
             self._waiting,
             residency,
@@ -162,15 +141,36 @@ class Scheduler:
 
         Takes pages, changes nothing on the device. Every plan is followed by :meth:`commit` or :meth:`fail`.
         """
-        if self._flight is not None:
-            raise RuntimeError(f"step {self._flight.number} is still in flight")
+        if self._flights:
+            raise RuntimeError(f"step {self._flights[0].plan.number} is still in flight")
         self._turns.begin_step(self._arrivals)
         if self._parked and len(self._waiting):
             for request in list(self._parked_seats()):
                 self._preempt(request)
-        batch = _Batch(self._limits.max_num_batched_tokens)
+        batch = Batch(self._limits.max_num_batched_tokens)
         self._plan_seated(batch)
         self._plan_newcomers(batch)
+        return self._take_off(batch)
+
+    def plan_ahead(self) -> StepPlan | None:
+        """The step after the one in flight, whose tokens are not known yet. Nobody is preempted: where somebody should
+        be, None, and :meth:`plan` does it once the step has landed. None also if nothing can run.
+
+        A request that ends meanwhile was computed in vain. Also followed by :meth:`commit` or :meth:`fail`, in order.
+        """
+        if len(self._flights) != 1:
+            raise RuntimeError(f"{len(self._flights)} steps are in flight")
+        if (len(self._waiting) and self._parked) or self._flights[0].heeds_history:
+            return None
+        if not all(self._seats.grow(request) for request in self._going_on() if request.drawing):
+            return None
+        self._turns.begin_step(self._arrivals)
+        batch = Batch(self._limits.max_num_batched_tokens)
+        self._plan_seated(batch)
+        self._plan_newcomers(batch)
+        return self._take_off(batch)
+
+    def _take_off(self, batch: Batch) -> StepPlan | None:
         waits = [arrival for arrival in (self._blocked, self._turns.aged_squeeze()) if arrival is not None]
         self._residency.pump(newest=min(waits, default=None))
         segments = batch.segments()
@@ -178,18 +178,23 @@ class Scheduler:
             return None
         self._steps += 1
         self._pool.begin(self._steps)
-        self._flight, self._on_board = StepPlan(self._steps, segments), batch.requests
-        return self._flight
+        plan = StepPlan(self._steps, segments)
+        self._flights.append(Flight(plan, batch.requests))
+        return plan
 
     def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> None:
-        """Take what the step computed. Raises ``ValueError``, and changes nothing, unless every draw has its token."""
+        """Take what the step computed, the oldest in flight.
+
+        Raises ``ValueError``, and changes nothing, unless every draw has its token.
+        """
         self._must_be_in_flight(plan)
         chunks = [chunk for segment in plan.segments for chunk in segment.chunks]
         if [chunk.key for chunk in chunks if chunk.draw is not None] != [draw.key for draw in sampled]:
             raise ValueError(f"step {plan.number}: the draws do not match the plan")
         on_board = self._land(plan)
         for chunk in chunks:
-            on_board[chunk.key].computed += len(chunk.tokens)
+            if on_board[chunk.key].seated:
+                on_board[chunk.key].landed(chunk)
         for draw in sampled:
             request = on_board[draw.key]
             if request.seated:
@@ -302,20 +307,24 @@ class Scheduler:
 
     # Seats
 
-    def _plan_seated(self, batch: _Batch) -> None:
-        prefills = []
+    def _going_on(self) -> Iterator[Request]:
+        """Those seated who have more to compute than what is in flight, unless they are parked."""
         for request in list(self._seats.taken.values()):
-            if not request.seated or request.key[0] in self._parked:
-                continue
-            if request.state is State.PREFILLING:
+            if request.seated and not request.complete and request.key[0] not in self._parked:
+                yield request
+
+    def _plan_seated(self, batch: Batch) -> None:
+        prefills = []
+        for request in self._going_on():
+            if not request.drawing:
                 prefills.append(request)
             elif self._grow(request):
                 batch.add(request, 1)
         for request in prefills:
-            if batch.budget:
-                batch.add(request, min(batch.budget, len(request.history) - request.computed))
+            if batch.budget and request.remaining:
+                batch.add(request, min(batch.budget, request.remaining))
 
-    def _plan_newcomers(self, batch: _Batch) -> None:
+    def _plan_newcomers(self, batch: Batch) -> None:
         self._blocked = None
         while batch.budget and self._seats.free:
             request = self._turns.next()
@@ -351,14 +360,13 @@ class Scheduler:
     # Ends
 
     def _must_be_in_flight(self, plan: StepPlan) -> None:
-        if plan is not self._flight:
-            raise ValueError(f"step {plan.number} is not in flight")
+        if not self._flights or plan is not self._flights[0].plan:
+            raise ValueError(f"step {plan.number} is not in flight, or not the oldest")
 
     def _land(self, plan: StepPlan) -> dict[RequestKey, Request]:
         """The device is done with the step. Who was on board may have been aborted: those lost their seat."""
         self._pool.retire(plan.number)
-        on_board, self._flight, self._on_board = self._on_board, None, {}
-        return on_board
+        return self._flights.popleft().on_board
 
     def _deliver(self, request: Request, draw: Sampled) -> None:
         if not request.generated:

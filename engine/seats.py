@@ -57,7 +57,7 @@ class Seats:
 
     def grow(self, request: Request) -> bool:
         """Make sure that the next token has a page, evicting adapters that nobody leases. False if none is free."""
-        if len(request.history) <= len(request.pages) * self._limits.page_tokens:
+        if request.length <= len(request.pages) * self._limits.page_tokens:
             return True
         while not self._pool.free + self._pool.quarantined and self._residency.evict_one():
             pass

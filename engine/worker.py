@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NoReturn, Protocol, runtime_checkable
 
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import Abort, AskStats, Ensure, Ensured, FromEngine, Submit
@@ -37,6 +39,13 @@ class Runs(Protocol):
     def run(self, plan: StepPlan) -> Sequence[Sampled]: ...
 
 
+@runtime_checkable
+class Launches(Protocol):
+    """A runner whose device computes by itself: while it has a step, the loop plans and launches the next."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], Sequence[Sampled]]: ...
+
+
 class DeviceLostError(RuntimeError):
     """Too many steps failed in a row."""
 
@@ -44,11 +53,15 @@ class DeviceLostError(RuntimeError):
 class Worker:
     """Drives the parts of one engine. :meth:`stop` alone may be called from elsewhere (a signal handler, a thread)."""
 
-    def __init__(self, scheduler: Scheduler, residency: Residency, loader: Loads, runner: Runs, link: Link) -> None:
+    def __init__(
+        self, scheduler: Scheduler, residency: Residency, loader: Loads, runner: Runs | Launches, link: Link
+    ) -> None:
         self._scheduler = scheduler
         self._residency = residency
         self._loader = loader
-        self._runner = runner
+        self._launch = runner.launch if isinstance(runner, Launches) else partial(partial, runner.run)
+        self._steps_ahead = int(isinstance(runner, Launches))
+        self._flights: deque[tuple[StepPlan, Callable[[], Sequence[Sampled]]]] = deque()
         self._link = link
         self._held: dict[int, deque[FromEngine]] = {}
         self._ensures: dict[str, list[tuple[int, int]]] = {}
@@ -64,6 +77,8 @@ class Worker:
         try:
             while not self._stopping:
                 self.step()
+            while self._flights:
+                self._land()
             self._end_all()
         finally:
             self._link.close()
@@ -76,12 +91,14 @@ class Worker:
     def step(self) -> None:
         """One turn of the loop. Sleeps in the drain if there was nothing to run last time."""
         self._drain()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
         self._load()
-        if plan is None:
+        if plan is not None:
+            self._take_off(plan)
+        if self._flights and (plan is None or len(self._flights) > self._steps_ahead):
+            self._land()
+        elif plan is None:
             self._rest()
-        else:
-            self._run(plan)
         self._report()
 
     # Drain
@@ -135,14 +152,28 @@ class Worker:
         for order in self._residency.take_orders():
             self._loader.submit(order)
 
-    def _run(self, plan: StepPlan) -> None:
+    def _take_off(self, plan: StepPlan) -> None:
         self._resting = False
         try:
-            self._scheduler.commit(plan, self._runner.run(plan))
+            result = self._launch(plan)
+        except Exception as error:  # noqa: BLE001 it counts when the step would have landed
+            result = partial(_fail, error)
+        self._flights.append((plan, result))
+
+    def _land(self) -> None:
+        """Wait for the oldest step. If it fails, so does the next one, which builds on its tokens."""
+        plan, result = self._flights.popleft()
+        try:
+            self._scheduler.commit(plan, result())
             self._failed_steps = 0
         except Exception as error:
             logger.exception("step %d failed", plan.number)
             self._scheduler.fail(plan, "the step that ran this request failed")
+            while self._flights:
+                later, result = self._flights.popleft()
+                with suppress(Exception):
+                    result()  # its pages are in use until then
+                self._scheduler.fail(later, "the step before that of this request failed")
             self._failed_steps += 1
             if self._failed_steps >= MAX_FAILED_STEPS:
                 raise DeviceLostError(f"{MAX_FAILED_STEPS} steps failed in a row") from error
@@ -186,3 +217,7 @@ class Worker:
         for asks in self._ensures.values():
             for connection, ask in asks:
                 self._send(connection, Ensured(ask, "the engine is shutting down"))
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
@@ -101,6 +102,9 @@ def cases() -> Iterator[Case]:
     for norm in (False, True):
         constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
+    constants = {"V": 128256, "BLOCK": 4096}
+    yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
+    yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
     yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
 
 

@@ -136,16 +136,19 @@ def decode_attention(
     kv: KVLayout,
     splits: int,
     scale: float,
+    out_SHD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns (S, H, D) in q's dtype.
+    """Returns (S, H, D) in q's dtype, ``out_SHD`` (packed) if that is given.
 
     ``q_SHD`` may be a slice of a wider row (its last two strides are packed). ``pages_SP`` int32 page numbers and
     ``lengths_S`` int32 are read on the device; the launch depends on S and ``splits`` alone. Raises ValueError
     where shapes, strides or dtypes do not fit.
     """
     check_pages(q_SHD, pool, pages_SP, kv)
+    if out_SHD is not None and (out_SHD.shape != q_SHD.shape or not out_SHD.is_contiguous()):
+        raise ValueError("the output must be packed and of q's shape")
     sequences, heads, dim = q_SHD.shape
-    out = torch.empty((sequences, heads, dim), dtype=q_SHD.dtype, device=q_SHD.device)
+    out = torch.empty((sequences, heads, dim), dtype=q_SHD.dtype, device=q_SHD.device) if out_SHD is None else out_SHD
     parts, sums = out, out
     if splits > 1:
         parts = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=q_SHD.device)

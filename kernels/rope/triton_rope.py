@@ -6,7 +6,8 @@ Semantics: for row t at position n = positions[t], head h and i < D / 2 (rotate-
     q'[t, h, i + D / 2] = q[t, h, i + D/2] cos[n, i] + q[t, h, i] sin[n, i]
 
 in place in q, and the same for k, which goes with v to the pool at ``slots[t]`` (page * page_tokens + offset),
-in [layer, K|V, offset, kv_head]. With weights, q and k of each head pass an RMS norm first (Qwen 3).
+in [layer, K|V, offset, kv_head]; they go nowhere where that is negative. With weights, q and k of each head pass an
+RMS norm first (Qwen 3).
 
 Legend: T rows, H query heads, G KV heads, D head_dim, F half of it.
 """
@@ -84,6 +85,7 @@ def rope_kernel(
         tl.store(row_ptr + place, new_low, mask=inside)
         tl.store(row_ptr + place + half, new_high, mask=inside)
     else:
+        inside = inside & (slot >= 0)
         page = (slot // PAGE).to(tl.int64)
         k_ptr = pool_ptr + page * page_elems + layer.to(tl.int64) * (2 * PAGE * G * D) + slot % PAGE * (G * D)
         tl.store(k_ptr + place, new_low, mask=inside)
@@ -108,7 +110,7 @@ def rope_and_write_kv(
 ) -> None:
     """Turn q in place in ``qkv_TN`` (rows, (H + 2 G) D: q, k, v side by side) and write k and v to the pool.
 
-    ``positions_T`` int32; ``slots_T`` int32, page * page_tokens + offset; ``cos_NF``, ``sin_NF`` fp32
+    ``positions_T`` int32; ``slots_T`` int32, page * page_tokens + offset, or -1; ``cos_NF``, ``sin_NF`` fp32
     (positions, D / 2); ``norms``: weights of the query and key norms and their epsilon. Raises ValueError on a misfit.
     """
     rows, width = qkv_TN.shape

@@ -9,12 +9,12 @@ strided matrix. An entry that runs over several pages is several such matrices, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
-from stencilpress.kernels.sgmv.table import Entry, GroupShape, Words, read_table
+from stencilpress.kernels.sgmv.table import ENTRY_WORDS, Entry, GroupShape, Words, read_table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +35,13 @@ class Part:
 class AdapterView:
     """An adapter in the pool. ``entries[layer * groups + group]`` has no parts where it changes nothing.
 
-    ``table_offset`` is the element offset of its slice table, for kernels that read it on the device.
+    For kernels that read the slice table on the device: ``table_offset`` is its element offset, ``rank`` the largest
+    of its entries, ``groups`` has a bit for each group that it changes in some layer.
     """
 
     table_offset: int
+    rank: int
+    groups: int
     entries: tuple[tuple[Part, ...], ...]
 
 
@@ -48,7 +51,14 @@ def adapter_view(
     """Views of the adapter whose slice table is ``table`` (a host copy). ``pool_E`` is flat."""
     entries = read_table(table, layers, shapes)
     parts = (tuple(_parts(pool_E, entry, shapes[e % len(shapes)])) for e, entry in enumerate(entries))
-    return AdapterView(table_offset, tuple(parts))
+    return replace(table_view(table, table_offset, layers, shapes), entries=tuple(parts))
+
+
+def table_view(table: Words, table_offset: int, layers: int, shapes: Sequence[GroupShape]) -> AdapterView:
+    """The same without ``entries``: all that a device needs whose kernels read the table, and quick to make."""
+    ranks_LG = (table[: layers * len(shapes) * ENTRY_WORDS : ENTRY_WORDS] & 0xFFFFFFFF).reshape(layers, -1)
+    groups = sum(1 << group for group in np.flatnonzero(ranks_LG.any(axis=0)).tolist())
+    return AdapterView(table_offset, int(ranks_LG.max(initial=0)), groups, ())
 
 
 def _parts(pool_E: Tensor, entry: Entry | None, shape: GroupShape) -> Iterator[Part]:

@@ -16,6 +16,7 @@ from typing import Any
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, Sampling, Step, Submit, pack_tokens
 from stencilpress.engine.plan import (
+    PENDING,
     Chunk,
     DropOrder,
     Fetched,
@@ -57,9 +58,13 @@ class Device:
 
     page_tokens: int
     memory: dict[Page, dict[int, tuple[str | None, int]] | str] = field(default_factory=dict)
+    drawn: dict[RequestKey, int] = field(default_factory=dict)
     adapters: dict[str, tuple[Page, ...]] = field(default_factory=dict)
 
-    def run(self, plan: StepPlan) -> list[Sampled]:
+    def run(self, plan: StepPlan, adapters: dict[str, tuple[Page, ...]] | None = None) -> list[Sampled]:
+        """``adapters`` are those of the time when the step was launched."""
+        if adapters is None:
+            adapters = self.adapters
         keys = [chunk.key for segment in plan.segments for chunk in segment.chunks]
         slots = [chunk.slot for segment in plan.segments for chunk in segment.chunks]
         tables = [page for segment in plan.segments for chunk in segment.chunks for page in chunk.pages]
@@ -67,13 +72,11 @@ class Device:
         assert len(set(slots)) == len(slots)
         assert len(set(tables)) == len(tables), "two requests share a KV page"
         assert len({segment.adapter for segment in plan.segments}) == len(plan.segments)
+        for adapter in (segment.adapter for segment in plan.segments if segment.adapter is not None):
+            assert all(self.memory[page] == adapter for page in adapters[adapter]), "an adapter in use was overwritten"
         return [sampled for segment in plan.segments for sampled in self._run_segment(segment.adapter, segment.chunks)]
 
     def _run_segment(self, adapter: str | None, chunks: Sequence[Chunk]) -> Iterator[Sampled]:
-        if adapter is not None:
-            assert all(self.memory[page] == adapter for page in self.adapters[adapter]), (
-                "an adapter in use was overwritten"
-            )
         lengths = [len(chunk.tokens) for chunk in chunks]
         assert chunks
         assert lengths == sorted(lengths, key=lambda length: length > 1), "a prefill precedes a decode"
@@ -81,9 +84,12 @@ class Device:
             self._write(adapter, chunk)
             if chunk.draw is not None:
                 history = self._read(adapter, chunk, chunk.start + len(chunk.tokens))
-                assert history == list(chunk.draw.history)
+                known = list(chunk.draw.history)  # of one that is gone, the pending token stays unknown
+                assert history[: len(known)] == known
+                assert len(history) - len(known) <= 1
                 assert chunk.draw.position == len(history) - chunk.draw.prompt_len
-                yield Sampled(chunk.key, next_token(adapter, history))
+                self.drawn[chunk.key] = next_token(adapter, history)
+                yield Sampled(chunk.key, self.drawn[chunk.key])
 
     def _write(self, adapter: str | None, chunk: Chunk) -> None:
         assert len(chunk.tokens) > 0
@@ -93,7 +99,7 @@ class Device:
             content = self.memory.get(page)
             if isinstance(content, str) or content is None or position % self.page_tokens == 0:
                 content = self.memory[page] = {}
-            content[position] = (adapter, token)
+            content[position] = (adapter, self.drawn[chunk.key] if token == PENDING else token)
 
     def _read(self, adapter: str | None, chunk: Chunk, length: int) -> list[int]:
         history = []
@@ -167,9 +173,16 @@ class Client:
 
 
 class Engine:
-    """The real scheduler, pool and residency between the virtual device, loader and clients."""
+    """The real scheduler, pool and residency between the virtual device, loader and clients.
 
-    def __init__(self, limits: Limits, *, pages: int, needs: dict[str, int], max_cpu_loras: int = 4) -> None:
+    ``ahead``: a step is planned while the one before it is in flight. The device computes as late as it may.
+    """
+
+    def __init__(
+        self, limits: Limits, *, pages: int, needs: dict[str, int], max_cpu_loras: int = 4, ahead: bool = False
+    ) -> None:
+        self.ahead = ahead
+        self.flights: deque[tuple[StepPlan, dict[str, tuple[Page, ...]]]] = deque()
         self.now_s = 0.0
         self.limits = limits
         self.pool = Pool(pages)
@@ -208,22 +221,31 @@ class Engine:
         self.now_s += 0.02
         for result in self.loader.work(load_speed):
             self.scheduler.loaded(result)
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan_ahead() if self.flights else self.scheduler.plan()
         self._check_plan(plan)
         self.loader.orders.extend(self.residency.take_orders())
+        idle = plan is None and not self.flights
         if plan is not None:
+            self.flights.append((plan, dict(self.device.adapters)))
             for key in in_flight:
                 self.scheduler.abort(key)
             self.scheduler.check()
-            if fails:
-                self.scheduler.fail(plan, "the device is on fire")
-            else:
-                self.scheduler.commit(plan, self.device.run(plan))
+        if self.flights and (plan is None or len(self.flights) > self.ahead):
+            self._land(fails)
         self.deliver()
         self.scheduler.check()
-        if plan is None and not self.loader.orders:
+        if idle and not self.loader.orders:
             assert {key[0] for key in self.live} <= self.parked, "nothing runs, nothing loads, and somebody waits"
         return plan
+
+    def _land(self, fails: bool) -> None:
+        """The oldest step ends; if it fails, so does the one after it, whose tokens it should have drawn."""
+        while self.flights:
+            plan, adapters = self.flights.popleft()
+            if not fails:
+                self.scheduler.commit(plan, self.device.run(plan, adapters))
+                return
+            self.scheduler.fail(plan, "the device is on fire")
 
     def deliver(self) -> None:
         """Every client hears what it is told, in order, once."""
@@ -233,7 +255,7 @@ class Engine:
     def run_until_idle(self, limit: int = 10_000) -> int:
         """Steps taken until no request is left. Fails when there are still some after ``limit``."""
         start = self.steps
-        while not self.scheduler.idle:
+        while self.flights or not self.scheduler.idle:
             assert self.steps - start < limit, f"still live: {sorted(self.live)}"
             self.step()
         self.deliver()
@@ -308,7 +330,7 @@ def code(client: Client) -> str:
 class Storm:
     """Random traffic and random faults from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, ahead: bool = False) -> None:
         self.random = random.Random(seed)
         draw = self.random.randint
         self.digests = [f"adapter-{i}" for i in range(draw(1, 10))]
@@ -327,6 +349,7 @@ class Storm:
             pages=draw(10, 80),
             needs={digest: draw(1, 9) for digest in self.digests},
             max_cpu_loras=draw(1, 6),
+            ahead=ahead,
         )
         self.rate = self.random.choice((0.05, 0.3, 1.0))
         self.last_id = 0

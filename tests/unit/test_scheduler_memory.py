@@ -8,10 +8,11 @@ from stencilpress.engine.plan import Fetched, FetchOrder
 from tests.unit.simulator import Storm, code, make_engine, shape
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(80))
-def test_storm(seed: int) -> None:
+def test_storm(seed: int, ahead: bool) -> None:
     """The simulator asserts at every step; what is left to see is that nothing is left."""
-    engine = Storm(seed).run(400)
+    engine = Storm(seed, ahead=ahead).run(400)
     assert engine.pool.kv == 0
     assert engine.pool.free + engine.pool.adapter == engine.pool.total
     assert all(client.finished is not None for client in engine.clients.values())

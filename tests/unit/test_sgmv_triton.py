@@ -149,6 +149,7 @@ def test_plan_covers_each_row_and_rank_once() -> None:
 
 def test_tile_follows_rows_and_ranks() -> None:
     assert choose_tile([AdapterRows(0, 1, 0, 16)]) == (1, 16)
+    assert choose_tile([AdapterRows(0, 9, 0, 16), AdapterRows(9, 7, 0, 16)]).rows == 16
     assert choose_tile([AdapterRows(0, 128, 0, 64)]).rows == 64
     assert choose_tile([]).rows == 1
 

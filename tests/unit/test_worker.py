@@ -73,10 +73,23 @@ class FallibleDevice:
         return [] if 14 in begins else self.device.run(plan)
 
 
+class LaunchingDevice(FallibleDevice):
+    """The same, but it computes a step as late as it is asked for the result, while the next is planned."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], Sequence[Sampled]]:
+        adapters = dict(self.device.adapters)
+        begins = {chunk.tokens[0] for segment in plan.segments for chunk in segment.chunks if chunk.start == 0}
+        if self.on_run is not None:
+            self.on_run(plan)
+        if 13 in begins:
+            raise RuntimeError("device-side assert")
+        return lambda: [] if 14 in begins else self.device.run(plan, adapters)
+
+
 class Shop:
     """An engine and its gateways."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[FallibleDevice]) -> None:
         self.path = path
         limits = Limits(
             max_num_seqs=8,
@@ -93,7 +106,7 @@ class Shop:
         self.scheduler = Scheduler(limits, self.pool, self.residency)
         device = Device(limits.page_tokens)
         self.loader = WakingLoader(Loader(device, dict.fromkeys("ABC", 3)), self.link.wake)
-        self.device = FallibleDevice(device)
+        self.device = kind(device)
         self.worker = Worker(self.scheduler, self.residency, self.loader, self.device, self.link)
         self.peers: list[Gateway] = []
 
@@ -149,9 +162,9 @@ class Gateway:
         return lambda: set(ids) <= set(self.finished)
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = Shop(tmp_path / "engine.sock")
+@pytest.fixture(params=[FallibleDevice, LaunchingDevice])
+def shop(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shop]:
+    shop = Shop(tmp_path / "engine.sock", request.param)
     yield shop
     shop.scheduler.check()
     shop.link.close()

@@ -1,0 +1,4 @@
+"""The engine's device side on a GPU: rows of a step (``rows``), their way there (``inputs``), CUDA graphs (``graphs``).
+
+A step is one copy to the device, one graph replay (or, with prompts in it, an eager forward) and one copy back.
+"""

@@ -1,0 +1,99 @@
+"""Steps with prompts in them, launched kernel by kernel: their shapes differ from step to step."""
+
+# T rows, X hidden size, N rows that are drawn from, V vocabulary
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stencilpress.engine.cuda.feedback import Feedback
+from stencilpress.engine.cuda.inputs import Inputs
+from stencilpress.engine.cuda.rows import StepRows
+from stencilpress.engine.model.triton_llama import ALL_GROUPS, Adapted, DeviceRows, TritonDecoder
+from stencilpress.kernels.attention.triton_decode import choose_splits
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, choose_tile, list_words, plan_work
+
+PAGE_STEP = 16
+"""Widths of page tables are multiples of this: kernels are compiled for strides that are."""
+
+
+class EagerSteps:
+    """Runs any step. Nothing here waits for the device."""
+
+    def __init__(self, decoder: TritonDecoder, inputs: Inputs, feedback: Feedback) -> None:
+        self._decoder = decoder
+        self._inputs = inputs
+        self._feedback = feedback
+
+    def every_logit(self, rows: StepRows) -> Tensor:
+        """Logits of all rows (T, V)."""
+        return self._decoder.logits(*self._decoder.forward(self._sent(rows)[0]))
+
+    def logits(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Logits of the rows that draw (N, V), in the order of ``rows.draws``, and their seats (N,) on the device."""
+        target, draw_rows, draw_seats = self._sent(rows)
+        x_TX, residual_TX = self._decoder.forward(target)
+        if not len(draw_rows):
+            return x_TX.new_empty(0, self._decoder.spec.vocab_size), draw_seats
+        x_NX, residual_NX = x_TX.index_select(0, draw_rows), residual_TX.index_select(0, draw_rows)
+        return self._decoder.logits(x_NX, residual_NX), draw_seats
+
+    def warm(self) -> None:
+        """Compile what :meth:`logits` launches, by steps that change nothing."""
+        idle = np.zeros(16, dtype=np.int32)
+        for tile_rows, blocks, factor in product((16, 64), (8, 16), (1, 2)):
+            self._inputs.begin()
+            tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:8]))
+            slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle.reshape(1, -1))
+            pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, factor * blocks)
+            self._inputs.send()
+            work = SgmvWork.over(list_N, Tile(tile_rows, 16), blocks, factor * blocks, self._decoder.entries)
+            adapted = Adapted(work, ALL_GROUPS)
+            rows = DeviceRows(tokens, positions, slots, lengths, pages.expand(8, -1), 1, pieces, adapted)
+            x_TX, residual_TX = self._decoder.forward(rows)
+            self._decoder.logits(x_TX, residual_TX)
+            torch.cuda.current_stream().synchronize()  # the inputs' buffers are written again
+
+    def _list(self, blocks: int, items: int) -> Tensor:
+        host, device = self._inputs.reserve(list_words(blocks, items))
+        host[:] = 0
+        return device
+
+    def _sent(self, rows: StepRows) -> tuple[DeviceRows, Tensor, Tensor]:
+        """The step on the device, the rows that draw, and their seats."""
+        inputs = self._inputs
+        inputs.begin()
+        pages_SP = np.zeros((len(rows.pages_SP), _up(rows.pages_SP.shape[1], PAGE_STEP)), dtype=np.int32)
+        pages_SP[:, : rows.pages_SP.shape[1]] = rows.pages_SP
+        arrays = (rows.tokens_T, rows.positions_T, rows.slots_T, rows.lengths_D, pages_SP, rows.pieces_N4)
+        tokens, positions, slots, lengths, pages, pieces = map(inputs.put, arrays)
+        seats, draw_rows, draw_seats = map(inputs.put, (rows.seats_D, rows.draw_rows, rows.draw_seats))
+        adapted = self._adapted(rows) if rows.adapters else None
+        inputs.send()
+        splits = 1
+        if len(seats):
+            tokens[: len(seats)] = self._feedback.known(tokens[: len(seats)], seats)
+            splits = choose_splits(len(rows.lengths_D), self._decoder.kv.kv_heads, rows.longest, pages.device)
+        some = pieces if len(rows.pieces_N4) else None
+        return DeviceRows(tokens, positions, slots, lengths, pages, splits, some, adapted), draw_rows, draw_seats
+
+    def _adapted(self, rows: StepRows) -> Adapted:
+        plan = plan_work(rows.adapters, choose_tile(rows.adapters))
+        blocks, items = _capacity(len(plan.blocks_B4)), _capacity(len(plan.items_W4))
+        host, list_N = self._inputs.reserve(list_words(blocks, items))
+        work = SgmvWork.over(list_N, plan.tile, blocks, items, self._decoder.entries)
+        work.pack(plan, host)
+        return Adapted(work, rows.groups)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _capacity(count: int) -> int:
+    """Few capacities, since kernels are compiled for a size's divisors; those of fewer than 16 blocks are apart."""
+    return 8 if count <= 8 else _up(count, 16)

@@ -1,0 +1,43 @@
+"""A step while it is planned, and while the device has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stencilpress.engine.plan import Chunk, RequestKey, Segment, StepPlan
+from stencilpress.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that the device has, and its requests."""
+
+    plan: StepPlan
+    on_board: dict[RequestKey, Request]
+
+    @property
+    def heeds_history(self) -> bool:
+        """Whether the next draw of somebody on board depends on the token that this step draws."""
+        return any(request.sampling.heeds_history for request in self.on_board.values())
+
+
+class Batch:
+    """The step being planned: chunks by adapter, those of one token apart from longer ones."""
+
+    __slots__ = ("_chunks", "budget", "requests")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.requests: dict[RequestKey, Request] = {}
+        self._chunks: dict[str | None, tuple[list[Chunk], list[Chunk]]] = {}
+
+    def add(self, request: Request, count: int) -> None:
+        pair = self._chunks.get(request.adapter)
+        if pair is None:
+            pair = self._chunks[request.adapter] = ([], [])
+        pair[count > 1].append(request.chunk(count))
+        self.requests[request.key] = request
+        self.budget -= count
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(Segment(adapter, (*ones, *longer)) for adapter, (ones, longer) in self._chunks.items())

@@ -1,0 +1,135 @@
+"""The decoder on a GPU: cuBLAS products, everything else in Triton kernels. Adapters' shares through the pool's tables.
+
+Nothing here waits for the device or depends on what a step's numbers are, only on how many there are: a forward can be
+captured in a CUDA graph.
+"""
+
+# T rows, X hidden size, D decodes, S sequences, P pages, N rows that are drawn from, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from stencilpress.engine.memory import PoolMemory
+from stencilpress.engine.model.llama import DOWN, GATE_UP, OUT, QKV, LayerWeights, Weights
+from stencilpress.engine.model.rope import inverse_frequencies
+from stencilpress.engine.spec import ModelSpec
+from stencilpress.kernels.attention.triton_decode import decode_attention
+from stencilpress.kernels.attention.triton_pages import KVLayout
+from stencilpress.kernels.attention.triton_prefill import prefill_attention
+from stencilpress.kernels.norm.triton_rms_norm import rms_norm
+from stencilpress.kernels.rope.triton_rope import rope_and_write_kv
+from stencilpress.kernels.sgmv.triton_sgmv import sgmv
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, resolve
+from stencilpress.kernels.silu.triton_silu_mul import silu_mul
+
+ATTENTION_GROUPS = 1 << QKV | 1 << OUT
+ALL_GROUPS = ATTENTION_GROUPS | 1 << GATE_UP | 1 << DOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Which rows have adapters: a loaded work list, and a bit for each group that they change."""
+
+    work: SgmvWork
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """One forward's numbers on the device, int32; engine/cuda/rows.py says what they are.
+
+    ``splits`` is for how many runs a decode's positions are cut into. A row with slot -1 and length 0 is idle: it is
+    computed and leaves nothing behind.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    lengths_D: Tensor
+    pages_SP: Tensor
+    splits: int
+    pieces_N4: Tensor | None
+    adapted: Adapted | None
+
+
+class TritonDecoder:
+    """The base model over one pool. It also runs on CPU tensors where kernels are interpreted."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, memory: PoolMemory, max_model_len: int) -> None:
+        self.spec = spec
+        self.kv = KVLayout(memory.geometry.page_tokens, memory.geometry.page_elems, spec.num_kv_heads, spec.head_dim)
+        self.pool = memory.flat
+        self._shapes = memory.shapes
+        self._weights = weights
+        self._scale = spec.head_dim**-0.5
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angle_PF = torch.outer(positions, inverse_frequencies(spec.rope, spec.head_dim))
+        self._cos, self._sin = angle_PF.cos().to(self.pool.device), angle_PF.sin().to(self.pool.device)
+
+    @property
+    def entries(self) -> int:
+        """Entries of a slice table."""
+        return self.spec.num_layers * len(self._shapes)
+
+    def forward(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
+        """Run all layers, writing keys and values to the pool. Returns, for :meth:`logits`, two (T, X) that add up to
+        the last layer's output."""
+        if rows.adapted is not None:
+            resolve(rows.adapted.work, self.pool)
+        residual_TX = embedding(rows.tokens_T, self._weights.embedding)
+        x_TX: Tensor | None = None
+        for index, layer in enumerate(self._weights.layers):
+            normed_TX = self._norm(x_TX, layer.input_norm, residual_TX)
+            mixed_TX = self._attention(normed_TX, layer, index, rows)
+            x_TX = layer.o(mixed_TX)
+            self._adapt(x_TX, mixed_TX, rows.adapted, index, OUT)
+            normed_TX = self._norm(x_TX, layer.mlp_norm, residual_TX)
+            gate_up = layer.gate_up(normed_TX)
+            self._adapt(gate_up, normed_TX, rows.adapted, index, GATE_UP)
+            inner = silu_mul(gate_up)
+            x_TX = layer.down(inner)
+            self._adapt(x_TX, inner, rows.adapted, index, DOWN)
+        assert x_TX is not None, "a model has layers"  # noqa: S101
+        return x_TX, residual_TX
+
+    def logits(self, x_NX: Tensor, residual_NX: Tensor) -> Tensor:
+        """(N, V) in the served dtype, from rows of :meth:`forward`'s results. Overwrites ``residual_NX``."""
+        return self._weights.head(self._norm(x_NX, self._weights.final_norm, residual_NX))
+
+    def _norm(self, x_TX: Tensor | None, weight_X: Tensor, residual_TX: Tensor) -> Tensor:
+        if x_TX is None:
+            return rms_norm(residual_TX, weight_X, self.spec.rms_norm_eps)
+        return rms_norm(x_TX, weight_X, self.spec.rms_norm_eps, residual_TX)
+
+    def _attention(self, normed_TX: Tensor, layer: LayerWeights, index: int, rows: DeviceRows) -> Tensor:
+        qkv = layer.qkv(normed_TX)
+        self._adapt(qkv, normed_TX, rows.adapted, index, QKV)
+        spec, kv, pages = self.spec, self.kv, rows.pages_SP
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = (layer.q_norm, layer.k_norm, spec.rms_norm_eps)
+        rope_and_write_kv(
+            qkv, spec.num_heads, self.pool, rows.positions_T, rows.slots_T, self._cos, self._sin, index, kv, norms
+        )
+        q_THD = qkv[:, : spec.q_size].view(len(qkv), spec.num_heads, spec.head_dim)
+        decodes = len(rows.lengths_D)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        if decodes:
+            own, tables = slice(decodes), pages[:decodes]
+            decode_attention(
+                q_THD[own], self.pool, tables, rows.lengths_D, index, kv, rows.splits, self._scale, out_THD[own]
+            )
+        if rows.pieces_N4 is not None:
+            prefill_attention(q_THD, self.pool, pages, rows.pieces_N4, out_THD, index, kv, self._scale)
+        return out_THD.flatten(1)
+
+    def _adapt(self, y_TO: Tensor, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> None:
+        """Add the adapters' share of one (layer, group)."""
+        if adapted is not None and adapted.groups >> group & 1:
+            entry = layer * len(self._shapes) + group
+            sgmv(y_TO, x_TD, self.pool, adapted.work, entry, self._shapes[group])

@@ -1,0 +1,1 @@
+"""The most likely token of each row of logits."""

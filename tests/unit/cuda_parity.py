@@ -1,0 +1,120 @@
+"""The GPU's runner against the CPU's, on a tiny model with adapters; on CPU tensors its kernels are interpreted."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from stencilpress.engine.cuda.runner import CudaRunner
+from stencilpress.engine.limits import Limits
+from stencilpress.engine.loader import Loader
+from stencilpress.engine.messages import Sampling
+from stencilpress.engine.model.weights import load_weights
+from stencilpress.engine.plan import (
+    PENDING,
+    Chunk,
+    Draw,
+    Fetched,
+    FetchOrder,
+    Placed,
+    PlaceOrder,
+    RequestKey,
+    Sampled,
+    Segment,
+    StepPlan,
+)
+from stencilpress.engine.runner import Runner
+from tests.unit.tiny_models import CPU, MAX_RANK, VOCAB, Engine, load_engine, save_adapter, save_model
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = (
+    {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "o_proj"]},
+    {"r": 20, "lora_alpha": 20, "target_modules": ALL},
+)
+GREEDY = Sampling(temperature=0.0)
+
+
+class _Sequence:
+    """A request of so many tokens, played by hand."""
+
+    def __init__(self, number: int, adapter: str | None, tokens: list[int], pages: tuple[int, ...]) -> None:
+        self.number, self.adapter, self.tokens, self.pages = number, adapter, tokens, pages
+        self.done = 0
+
+    def chunk(self, length: int) -> Chunk:
+        start, self.done = self.done, self.done + length
+        draw = Draw(GREEDY, self.tokens[: self.done], 1, self.done)
+        return Chunk((0, self.number), self.number, start, tuple(self.tokens[start : self.done]), self.pages, draw)
+
+
+def _plan(number: int, chunks: list[tuple[_Sequence, Chunk]]) -> StepPlan:
+    segments = {adapter: [c for s, c in chunks if s.adapter == adapter] for adapter in {s.adapter for s, _ in chunks}}
+    return StepPlan(number, tuple(Segment(adapter, tuple(own)) for adapter, own in segments.items()))
+
+
+def _with_tokens(segment: Segment, token: Callable[[RequestKey], int]) -> Segment:
+    return replace(segment, chunks=tuple(replace(chunk, tokens=(token(chunk.key),)) for chunk in segment.chunks))
+
+
+def _placed(engine: Engine, adapters_dir: Path, digests: list[str], free: list[int]) -> Loader:
+    ready = threading.Semaphore(0)
+    loader = Loader(adapters_dir, engine.spec, engine.memory, MAX_RANK, ready.release)
+    for digest in digests:
+        loader.submit(FetchOrder(digest))
+        assert ready.acquire(timeout=30)
+        (fetched,) = loader.results()
+        assert isinstance(fetched, Fetched)
+        assert not fetched.error
+        loader.submit(PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages))))
+        assert ready.acquire(timeout=30)
+        assert loader.results() == [Placed(digest)]
+    return loader
+
+
+def check_rows(device: torch.device, folder: Path) -> None:
+    """A step of prompts, one of decodes alone (a graph's), one of both, and one launched ahead of another's tokens."""
+    save_model(folder / "model", "qwen3", num_hidden_layers=2)
+    digests = [save_adapter(folder, folder / "model", seed, **config) for seed, config in enumerate(ADAPTERS)]
+    there, here = (load_engine(folder / "model", pages=80, device=where) for where in (device, CPU))
+    rng = random.Random(4)
+    pages = rng.sample(range(80), 80)
+    sequences = []
+    for number, adapter in enumerate([None, digests[1], digests[0]]):
+        tokens = [rng.randrange(VOCAB) for _ in range(40)]
+        sequences.append(_Sequence(number, adapter, tokens, tuple(pages.pop() for _ in range(3))))
+    loaders = [_placed(engine, folder, digests, [*pages]) for engine in (there, here)]
+    limits = Limits(
+        max_num_seqs=3, max_num_batched_tokens=128, max_loras=4, max_waiting=9, max_model_len=64,
+        page_tokens=here.memory.geometry.page_tokens, vocab_size=VOCAB,
+    )  # fmt: skip
+    weights = load_weights(folder / "model", there.spec, device)
+    ours = CudaRunner(there.spec, weights, there.memory, loaders[0].adapter, limits, MAX_RANK)
+    theirs = Runner(here.decoder, here.memory, loaders[1].adapter)
+    ours.warm()
+
+    for number, lengths in enumerate([(17, 12, 20), (1, 1, 1), (1, 9, 0)]):
+        plan = _plan(number, [(s, s.chunk(n)) for s, n in zip(sequences, lengths, strict=True) if n])
+        assert ours.run(plan) == theirs.run(plan)
+    order = [chunk for segment in plan.segments for chunk in segment.chunks]
+    rows = torch.split(theirs.logits(plan), [len(chunk.tokens) for chunk in order])
+    decodes_first = torch.cat([rows[i] for i in sorted(range(len(order)), key=lambda i: len(order[i].tokens) > 1)])
+    torch.testing.assert_close(ours.logits(plan).cpu(), decodes_first, rtol=1e-4, atol=1e-4)
+
+    first = _plan(3, [(s, s.chunk(1)) for s in sequences[:2]])
+    drawn = _tokens(theirs.run(first))
+    ahead = _plan(4, [(s, s.chunk(1)) for s in sequences[:2]])
+    pending = [_with_tokens(segment, lambda _: PENDING) for segment in ahead.segments]
+    known = [_with_tokens(segment, lambda key: drawn[key]) for segment in ahead.segments]
+    results = [ours.launch(first), ours.launch(StepPlan(4, tuple(pending)))]
+    assert [_tokens(result()) for result in results] == [drawn, _tokens(theirs.run(StepPlan(4, tuple(known))))]
+    for loader in loaders:
+        loader.close()
+
+
+def _tokens(sampled: list[Sampled]) -> dict[RequestKey, int]:
+    return {draw.key: draw.token for draw in sampled}
