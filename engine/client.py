@@ -54,6 +54,8 @@ WELCOME_BYTES = 4096
 HANDSHAKE_LIMIT_S = 30.0
 """Long, because an engine that is still loading leaves the connection waiting in its socket's queue."""
 SUBMIT_LIMIT_S = 5.0
+SILENCE_LIMIT_S = 60.0
+"""After so long without an answer an engine counts as gone. Many times the longest step: no step answers anything."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 2.0
 QUIET_S = 5.0
@@ -79,12 +81,14 @@ class EngineClient:
         reply_ring_bytes: int = REPLY_RING_BYTES,
         handshake_limit_s: float = HANDSHAKE_LIMIT_S,
         submit_limit_s: float = SUBMIT_LIMIT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._socket_path = socket_path
         self._request_ring_bytes = request_ring_bytes
         self._reply_ring_bytes = reply_ring_bytes
         self._handshake_limit_s = handshake_limit_s
         self._submit_limit_s = submit_limit_s
+        self._silence_limit_s = silence_limit_s
         self._ids = itertools.count(1)
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
@@ -174,11 +178,32 @@ class EngineClient:
         self._connected.set()
         self._connected.clear()  # a pulse: waiters look at `ready`, which is false from the very moment of a loss
         try:
-            await asyncio.wait([connection.ended])  # cancelling this wait leaves the future alone
+            await self._watch(connection)
             logger.warning("the engine is gone: %s", connection.ended.result())
         finally:
             self._connection = None
             connection.lose("the gateway is shutting down")
+
+    async def _watch(self, connection: Connection) -> None:
+        """Return when the connection has ended, and end one that is silent: its streams would wait for ever.
+
+        Two questions in a row must stay unanswered: one may have run out while this process itself was stopped.
+        """
+        missed = 0
+        while missed < 2:
+            pause_s = 0 if missed else self._silence_limit_s / 4
+            await asyncio.wait([connection.ended], timeout=pause_s)  # cancelling this wait leaves the future alone
+            if connection.ended.done():
+                return
+            try:
+                async with asyncio.timeout(self._silence_limit_s / 2):
+                    await connection.ask(AskStats(next(self._ids)), Stats, self._silence_limit_s)
+                missed = 0
+            except TimeoutError:
+                missed += 1
+            except EngineUnavailableError:
+                return
+        connection.lose(f"it has not answered for {self._silence_limit_s:g} s")
 
     async def _connect(self) -> Connection:
         """Connect and shake hands. Raises ``OSError`` (``TimeoutError`` included) or :class:`ProtocolError`."""

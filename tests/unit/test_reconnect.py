@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stencilpress.engine.client import EngineClient
-from stencilpress.engine.link import Link, Received
+from stencilpress.engine.client import EngineClient, EngineUnavailableError
+from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Step, Token
 from stencilpress.engine.ring import REPLIES, RingWriter, map_ring
 from tests.fakes.engine import Options, listen, running_engine
@@ -191,3 +191,35 @@ async def test_an_engine_that_does_not_answer_the_hello_is_tried_again(path: Pat
         silent.close()
         again.close()
     listener.close()
+
+
+async def poll_until_ready(link: Link, client: EngineClient) -> list[Received | Closed]:
+    events: list[Received | Closed] = []
+    while not client.ready:
+        events += await asyncio.to_thread(link.poll, 0.01)
+    return events
+
+
+async def test_an_engine_that_hangs_is_gone_for_its_streams_and_found_again_when_it_goes_on(path: Path) -> None:
+    link = Link(listen(path), Options().welcome())
+    async with EngineClient(path, silence_limit_s=0.2) as client:
+        await poll_until_ready(link, client)
+        stream = await client.submit(request([1], ENDLESS))
+        ids, [end] = await drain(stream)  # nobody polls the link
+        assert (ids, end.reason, end.code) == ([], "error", "engine_lost")
+        with pytest.raises(EngineUnavailableError):
+            await client.submit(request([1]))
+        events = await poll_until_ready(link, client)
+        assert Closed(1, "the gateway closed the connection") in events, "so its requests are aborted"
+        link.close()
+
+
+async def test_an_engine_that_is_only_idle_is_kept(path: Path) -> None:
+    with running_engine(path):
+        async with EngineClient(path, silence_limit_s=0.2) as client:
+            await client.wait_ready()
+            stream = await client.submit(request([3], 1))
+            await asyncio.sleep(0.5)
+            assert await drain(stream) == ([3], [Finished(stream.id, "length", 1, 1)])
+            assert client.ready
+            assert client._connection is stream._connection
