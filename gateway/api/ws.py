@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from stencilpress.gateway.answer import Delta, FinishReason
 from stencilpress.gateway.api.chat import read_chat
@@ -32,6 +32,8 @@ HEARTBEAT_S = 20.0
 """A ping this often; a client that does not answer within half of it is disconnected."""
 MAX_RESPONSES = 16
 """Responses in progress on one connection."""
+
+_ENDS = frozenset({WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR})
 
 _encode = msgspec.json.Encoder().encode
 
@@ -65,7 +67,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
     if token is not None:
         await authenticate_token(request, token)
     ws = web.WebSocketResponse(
-        heartbeat=HEARTBEAT_S, compress=False, max_msg_size=services.settings.max_body_bytes, timeout=1.0
+        heartbeat=HEARTBEAT_S,
+        autoping=False,
+        compress=False,
+        max_msg_size=services.settings.max_body_bytes,
+        timeout=1.0,
     )
     await ws.prepare(request)
     services.websockets.add(ws)
@@ -121,7 +127,7 @@ class ChatConnection:
     async def serve(self) -> None:
         """Handle events until the connection ends, then abort what still runs."""
         try:
-            async for message in self._ws:
+            while (message := await self._next()).type not in _ENDS:
                 await self._on_message(message.type, message.data)
         finally:
             for task in self._tasks:
@@ -131,7 +137,8 @@ class ChatConnection:
 
     async def _first_event(self) -> str:
         try:
-            message = await self._ws.receive(timeout=AUTHENTICATE_LIMIT_S)
+            async with asyncio.timeout(AUTHENTICATE_LIMIT_S):
+                message = await self._next()
             event = _read_event(message.type, message.data)
         except TimeoutError:
             event = None
@@ -139,6 +146,16 @@ class ChatConnection:
             raise AuthenticationError("Send an Authorization header, or session.authenticate as the first event.")
         await authenticate_token(self._request, event.api_key)
         return event.api_key
+
+    async def _next(self) -> WSMessage:
+        """The next message; pings are answered. Other tasks get a turn per frame, since one packet holds thousands."""
+        while True:
+            message = await self._ws.receive()
+            await asyncio.sleep(0)
+            if message.type is WSMsgType.PING:
+                await self._send_frame(message.data, WSMsgType.PONG)
+            elif message.type is not WSMsgType.PONG:
+                return message
 
     async def _on_message(self, kind: WSMsgType, data: Any) -> None:
         event_id: str | None = None
@@ -231,10 +248,13 @@ class ChatConnection:
         await self._send_bytes(_encode(event))
 
     async def _send_bytes(self, event: bytes) -> None:
-        """Write one event; a client that does not read is cut off, as on a stream."""
+        await self._send_frame(event, WSMsgType.TEXT)
+
+    async def _send_frame(self, data: bytes, kind: WSMsgType) -> None:
+        """Write one frame; a client that does not read is cut off, as on a stream."""
         try:
             async with asyncio.timeout(self._services.settings.write_limit_s):
-                await self._ws.send_frame(event, WSMsgType.TEXT)
+                await self._ws.send_frame(data, kind)
         except TimeoutError:
             self._services.metrics.slow_clients_cut.inc()
             if self._request.transport is not None:

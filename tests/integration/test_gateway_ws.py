@@ -231,6 +231,40 @@ async def test_what_is_no_event_is_told_and_the_connection_lives(gateway: Gatewa
     assert (await client.next())["error"]["code"] == "invalid_event"
 
 
+async def test_a_ping_is_answered_in_its_place(gateway: Gateway) -> None:
+    headers = {"Authorization": f"Bearer {gateway.key}"}
+    async with gateway.http.ws_connect(f"{gateway.url}/v1/chat/ws", headers=headers, autoping=False) as socket:
+        await socket.receive()
+        await socket.ping(b"abc")
+        await socket.send_str("hello")
+        pong, error = await socket.receive(), await socket.receive()
+        assert (pong.type, pong.data) == (aiohttp.WSMsgType.PONG, b"abc")
+        assert error.type is aiohttp.WSMsgType.TEXT
+
+
+@pytest.mark.parametrize("kind", [aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.PING, aiohttp.WSMsgType.PONG])
+async def test_a_flood_of_small_frames_leaves_other_tasks_their_turns(
+    gateway: Gateway, kind: aiohttp.WSMsgType
+) -> None:
+    client = await authenticated(gateway)
+    turns, count = 0, 1000
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for _ in range(count):
+        await client.socket.send_frame(b"x", kind)
+    await client.socket.send_str('{"type": "response.cancel", "response_id": "last"}')
+    counter = asyncio.create_task(count_turns())
+    while (await client.next())["error"]["code"] != "not_found":
+        pass
+    counter.cancel()
+    assert turns >= count
+
+
 async def test_a_message_over_the_limit_ends_the_connection(gateway: Gateway) -> None:
     client = await authenticated(gateway)
     await client.socket.send_str("x" * (65 << 10))
