@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -38,6 +39,9 @@ BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
 FAILED = 1
 """Exit status: the catalog did not answer at the start, or the shutdown had to cut off streams."""
+BACKLOG = 4096
+"""Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
+drops what comes on top, which then waits a second."""
 TOKENIZER_THREADS = 2
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
@@ -78,7 +82,9 @@ async def _serve(settings: GatewaySettings) -> int:
     async with _services(settings) as services:
         runner = create_runner(services, LAST_EVENTS_S)
         await runner.setup()
-        await web.SockSite(runner, _listener(settings.http_fd)).start()
+        gc.collect()
+        gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
+        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG).start()
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()

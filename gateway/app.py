@@ -8,6 +8,9 @@ from stencilpress.gateway.api import chat, completions, health, models, ws
 from stencilpress.gateway.middleware import name_response, observe
 from stencilpress.gateway.services import SERVICES, Services
 
+WHOLE_REQUEST_LIMIT_S = 75.0
+"""How long a connection may stay without a whole request head: an idle one, or one that sends a byte now and then."""
+
 
 def create_app(services: Services) -> web.Application:
     app = web.Application(middlewares=[observe])
@@ -31,5 +34,6 @@ def create_runner(services: Services, shutdown_timeout_s: float) -> web.AppRunne
         handler_cancellation=True,  # a client that leaves ends its handler, which aborts its request
         auto_decompress=False,  # compressed bodies are refused, so nothing may inflate them
         access_log=None,  # middleware.py writes its own
+        keepalive_timeout=WHOLE_REQUEST_LIMIT_S,
         shutdown_timeout=shutdown_timeout_s,
     )

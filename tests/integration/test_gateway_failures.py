@@ -13,6 +13,7 @@ import aiohttp
 import openai
 import pytest
 
+from stencilpress.gateway import app
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.stream import ChunkEncoder
@@ -271,3 +272,19 @@ async def test_ten_thousand_odd_bodies_do_not_disturb_a_stream(gateway: Gateway)
     rest = (await stream.content.read()).decode()
     assert rest.endswith("data: [DONE]\n\n")
     assert '"error"' not in rest
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /healthz HTTP/1.1\r\nX-Slow: "], ids=["nothing", "half a head"])
+async def test_a_connection_that_never_makes_a_whole_request_is_closed_and_a_stream_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr(app, "WHOLE_REQUEST_LIMIT_S", 0.2)
+    async with running_gateway(tmp_path, PACED) as gateway:
+        response = await open_stream(gateway, max_tokens=50_000)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        writer.write(head)
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""
+        assert await next_event(response)
+        response.close()
+        writer.close()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from stencilpress.gateway.__main__ import BACKLOG
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
@@ -34,6 +36,7 @@ class Started:
     key: str
     lifeline: int
     http: aiohttp.ClientSession
+    listener: socket.socket
 
     async def stream(self, max_tokens: int) -> aiohttp.ClientResponse:
         body = {"model": "base", "prompt": "abc", "max_tokens": max_tokens, "stream": True}
@@ -78,7 +81,7 @@ async def started(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         while (await http.get(f"{address}/readyz")).status != 200:  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(0.05)
-        yield Started(process, address, key, held, http)
+        yield Started(process, address, key, held, http, listener)
         await http.close()
 
 
@@ -103,6 +106,12 @@ async def test_a_stream_that_does_not_is_told_and_the_exit_says_so(started: Star
     assert (await socket_.receive()).type is aiohttp.WSMsgType.CLOSE
     assert socket_.close_code == aiohttp.WSCloseCode.GOING_AWAY
     assert await started.exit_code() == 1
+
+
+def test_a_burst_of_connections_finds_room(started: Started) -> None:
+    tcp_info = started.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+    longest_queue = struct.unpack_from("I", tcp_info, 28)[0]  # of a listening socket, tcpi_sacked is that
+    assert longest_queue == min(BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))
 
 
 async def test_it_ends_with_its_supervisor(started: Started) -> None:
