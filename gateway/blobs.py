@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from pathlib import Path
@@ -31,7 +32,8 @@ _STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UploadError(ValueError):
-    """An upload that breaks the rules of transfer; codes ``bad_file_name``, ``duplicate_file``, ``too_large``."""
+    """An upload that breaks the rules of transfer; codes ``bad_file_name``, ``duplicate_file``, ``too_large``, and
+    ``missing_file``, ``unreadable_file``, ``not_a_file`` from :func:`open_regular`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -40,6 +42,23 @@ class UploadError(ValueError):
 
 class StorageFullError(OSError):
     """The disk, or the quota on it, is full. Nothing of the upload stays."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to upload, through links, of which Hugging Face's cache consists. Raises :class:`UploadError`.
+
+    A pipe or a device is refused, not waited for: it need never end.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise UploadError("missing_file", "not in the adapter's folder") from None
+    except OSError as error:
+        raise UploadError("unreadable_file", f"cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UploadError("not_a_file", "is not a regular file")
+    return os.fdopen(fd, "rb")
 
 
 class BlobStore:

@@ -10,7 +10,7 @@ from pathlib import Path
 from stencilpress.engine.image_format import image_name
 from stencilpress.engine.spec import load_spec
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
-from stencilpress.gateway.blobs import BlobStore, Staging, UploadError
+from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular
 from stencilpress.gateway.catalog.adapters import add_version, list_digests
 from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits
 from stencilpress.gateway.catalog.session import Database
@@ -92,14 +92,12 @@ class Enrolment:
 async def _receive(staging: Staging, path: Path) -> None:
     try:
         await staging.receive(path.name, _chunks(path))
-    except FileNotFoundError:
-        raise InvalidRequestError(f"{path.name}: not in the adapter's folder", param=path.name) from None
     except UploadError as error:
         raise InvalidRequestError(f"{path.name}: {error}", param=path.name, code=error.code) from None
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:
-    with await asyncio.to_thread(path.open, "rb") as file:
+    with await asyncio.to_thread(open_regular, path) as file:
         while chunk := await asyncio.to_thread(file.read, READ_BYTES):
             yield chunk
 

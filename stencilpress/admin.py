@@ -166,9 +166,11 @@ def adapter_add(
 
     async def work(db: Database) -> AddedVersion:
         owner = await get_tenant(db, tenant_name)
+        blobs = BlobStore(place.data.path)
+        await blobs.clean()  # a server that runs for months does so only at its start
         enrolment = Enrolment(
             db,
-            BlobStore(place.data.path),
+            blobs,
             base.folder,
             base.names,
             dtype=settings.dtype,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stencilpress.engine.spec import base_ids
+from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.blobs import open_regular
 from stencilpress.gateway.names import BaseNames
 
 
@@ -74,8 +76,9 @@ def base_of_adapter(models: Path, adapter: Path) -> Base:
 def declared_base(adapter: Path) -> str | None:
     """What ``adapter_config.json`` says. Only a hint: intake reads the file strictly."""
     try:
-        config = json.loads((adapter / "adapter_config.json").read_bytes())
-    except (OSError, ValueError):
+        with open_regular(adapter / CONFIG_NAME) as file:
+            config = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
     declared = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     return declared if isinstance(declared, str) else None
