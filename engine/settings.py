@@ -57,7 +57,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters whose images stay in host memory."""
     pool_bytes: Annotated[int, Meta(ge=0)] = 0
     """Bytes of the unified pool; 0 takes a default that fits the device."""
-    threads: Annotated[int, Meta(ge=0)] = 0
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """CPU threads of the forward; 0 takes all cores with passive waiting."""
     engine_fd: int = -1
     """Listening Unix socket, inherited from the supervisor."""

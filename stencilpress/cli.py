@@ -85,6 +85,7 @@ def serve(
     from stencilpress.demo import banner
     from stencilpress.gateway.blobs import StorageFullError
     from stencilpress.gateway.intake import IntakeError
+    from stencilpress.gateway.settings import GatewaySettings
     from stencilpress.supervisor import ServeError, ServeSettings, run
 
     given = {PREFIX + name.upper(): value for name, value in engine.items() if value is not None}
@@ -92,6 +93,7 @@ def serve(
     environment[f"{PREFIX}ADAPTERS_DIR"] = str(place.data.adapters.absolute())
     environment[f"{PREFIX}MODEL_DIR"] = "pulled below"
     settings = read_settings(EngineSettings, environment)  # a bad value is refused before a long download
+    read_settings(GatewaySettings, {**environment, f"{PREFIX}ENGINE_SOCKET": "made below", f"{PREFIX}HTTP_FD": "-1"})
     base = _bring_in(place, model, base_id)
     environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
     serving = ServeSettings(data_dir=place.data.root, host=host, port=port, gateways=gateways, environment=environment)
@@ -155,6 +157,10 @@ def _pull(place: Place, source: str, base_id: str | None, revision: str | None =
         return pull_model(source, place.data.models, base_id=base_id, revision=revision)
     except PullError as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(
+            f"the model cannot be stored in {place.data.models}: {error.strerror or error}"
+        ) from error
 
 
 @main.command()

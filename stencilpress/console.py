@@ -53,9 +53,9 @@ def place_options(command: F) -> F:
 
 
 def setting(*names: str, **options: Any) -> Callable[[F], F]:
-    """An option that a ``STENCILPRESS_*`` variable of the same name also sets."""
+    """An option that a ``STENCILPRESS_*`` variable of the same name also sets; help and errors name both."""
     variable = PREFIX + names[0].partition("/")[0].removeprefix("--").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, **options)
+    return click.option(*names, envvar=variable, show_envvar=True, **options)
 
 
 def json_option(command: F) -> F:

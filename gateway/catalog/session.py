@@ -19,6 +19,7 @@ BUSY_TIMEOUT_MS = 5000
 """How long a statement waits for a lock or a connection before the catalog counts as unavailable."""
 STATEMENT_TIMEOUT_MS = 10_000
 _WRITES = "stencilpress_writes"
+_SQLITE_FILE = "sqlite:///"
 
 
 class Database:
@@ -69,6 +70,8 @@ class Database:
 
 
 def _driver_url(url: str) -> URL:
+    if url.startswith(_SQLITE_FILE):  # taken as it is, since a path may hold a question mark
+        return URL.create("sqlite+aiosqlite", database=url.removeprefix(_SQLITE_FILE))
     try:
         parsed = make_url(url)
     except ArgumentError:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def test_a_refusal_is_one_clear_line_and_exit_code_1(cli: Cli, arguments: list[s
     ("arguments", "message"),
     [
         (["tenant", "add"], "Missing argument 'NAME'"),
-        (["serve", "--port", "99999"], "'--port': 99999 is not in the range"),
+        (["serve", "--port", "99999"], "'--port' (env var: 'STENCILPRESS_PORT'): 99999 is not in the range"),
+        (["serve", "--threads", "1000000"], "Expected `int` <= 1024 - at STENCILPRESS_THREADS"),
         (["serve", "--max-loras", "0"], "Expected `int` >= 1 - at STENCILPRESS_MAX_LORAS"),
         (["serve", "--device", "abacus"], "STENCILPRESS_DEVICE"),
         (["tenant", "list", "--database-url", "mysql://x"], "STENCILPRESS_DATABASE_URL: 'mysql' is not supported"),
@@ -122,11 +124,12 @@ def test_wrong_usage_is_named_and_exits_with_2(cli: Cli, arguments: list[str], m
     assert message in cli(*arguments, code=2).stderr
 
 
+@pytest.mark.parametrize("variable", ["PORT", "DEMO", "MAX_LORA_RANK", "MAX_BODY_BYTES", "DRAIN_S"])
 def test_a_bad_variable_stops_serve_before_anything_is_fetched(
-    cli: Cli, data: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, data: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setenv("STENCILPRESS_MAX_LORA_RANK", "many")
-    assert "STENCILPRESS_MAX_LORA_RANK" in cli("serve", code=2).stderr
+    monkeypatch.setenv(f"STENCILPRESS_{variable}", "many")
+    assert f"STENCILPRESS_{variable}" in cli("serve", code=2).stderr
     assert not (data / "v1" / "models").exists()
 
 
@@ -212,6 +215,68 @@ def test_findings_are_printed_one_a_line_and_nothing_stays(
     assert missing == "Error: adapter_model.safetensors: not in the adapter's folder\n"
     assert rows(stocked("adapter", "list", "--tenant", "acme", "--json")) == []
     assert list((data / "v1" / "staging").iterdir()) == list((data / "v1" / "adapters").iterdir()) == []
+
+
+def _a_pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def _nested(file: Path) -> None:
+    file.write_text('{"a":' * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (Path.mkdir, "is not a regular file"),
+        (_a_pipe, "is not a regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "is not a regular file"),
+        (lambda file: file.symlink_to(file.name), "cannot be read: Too many levels of symbolic links"),
+        (lambda file: file.symlink_to("nowhere"), "not in the adapter's folder"),
+        (_nested, "is nested too deeply"),
+    ],
+    ids=["folder", "pipe", "device", "loop", "dangling", "nested"],
+)
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_file_of_an_adapter_is_told_at_once(
+    stocked: Cli, adapters: Path, tmp_path: Path, spoil: Callable[[Path], object], told: str, name: str
+) -> None:
+    folder = shutil.copytree(adapters / "helper", tmp_path / "spoilt")
+    (folder / name).unlink()
+    spoil(folder / name)
+    refused = stocked("adapter", "add", folder, "--tenant", "acme", "--name", "spoilt", code=1).stderr
+    if spoil is not _nested or name == "adapter_config.json":
+        assert f"{name}: {told}" in refused
+
+
+def test_an_adapter_of_links_is_taken(stocked: Cli, adapters: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "linked"
+    folder.mkdir()
+    for file in (adapters / "helper").iterdir():
+        (folder / file.name).symlink_to(file)
+    assert stocked("adapter", "add", folder, "--tenant", "acme", "--name", "linked").stdout == "linked@1, now prod\n"
+
+
+def test_what_a_killed_upload_left_goes_with_the_next(stocked: Cli, adapters: Path, data: Path) -> None:
+    left = data / "v1" / "staging" / "0123456789abcdef"
+    left.mkdir(parents=True)
+    (left / "adapter_model.safetensors").write_bytes(bytes(1000))
+    stocked("adapter", "add", adapters / "helper", "--tenant", "acme", "--name", "helper")
+    assert not left.exists()
+
+
+def test_a_data_folder_may_have_any_name(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "da?ta #1 é%20&x=y"
+    cli("tenant", "add", "acme", "--data", folder)
+    assert (folder / "v1" / "catalog.db").exists()
+    assert [entry.name for entry in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_model_that_cannot_be_stored_is_told(cli: Cli, base_folder: Path, data: Path) -> None:
+    (data / "v1").mkdir(parents=True)
+    (data / "v1" / "models").write_text("in the way")
+    refused = cli("pull", base_folder, "--base-id", BASE_ID, code=1).stderr
+    assert refused == f"Error: the model cannot be stored in {data / 'v1' / 'models'}: File exists\n"
 
 
 def test_a_tenants_limits_name_field_and_limit(cli: Cli, base_folder: Path, adapters: Path) -> None:
