@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from aiohttp import web
 
@@ -44,13 +44,24 @@ class Services:
     started_at: int
     """Seconds since the epoch."""
     websockets: WeakSet[web.WebSocketResponse]
+    turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By tenant, held while a thread works for it."""
 
 
 SERVICES = web.AppKey("services", Services)
 
 
-async def off_loop(services: Services, size: int, work: Callable[[], T]) -> T:
-    """Run ``work`` on ``size`` bytes of input: at once if they are few, else in a thread."""
+async def off_loop(services: Services, tenant_id: int, size: int, work: Callable[[], T]) -> T:
+    """Run ``work`` on ``size`` bytes of input: at once if they are few, else in a thread.
+
+    A tenant has one thread at a time, until it is done even if nobody waits for it any more: a few bodies of megabytes
+    must not take all threads from the others.
+    """
     if size <= INLINE_BYTES:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(services.threads, work)
+    loop = asyncio.get_running_loop()
+    turn = services.turns.setdefault(tenant_id, asyncio.Lock())
+    await turn.acquire()
+    job = services.threads.submit(work)
+    job.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
+    return await asyncio.wrap_future(job)

@@ -20,7 +20,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     caller = await authenticate(request)
     body = await read_body(request, services.settings)
-    asked, prompt = await off_loop(services, len(body), lambda: read_chat(body, services.tokenizer))
+    asked, prompt = await off_loop(services, caller.tenant_id, len(body), lambda: read_chat(body, services.tokenizer))
     generation = await plan_generation(services, caller, asked, [prompt], "messages")
     return await respond(request, asked, generation, chat_endpoint(services.tokenizer.table))
 

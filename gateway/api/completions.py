@@ -18,7 +18,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     caller = await authenticate(request)
     body = await read_body(request, services.settings)
-    asked, prompts = await off_loop(services, len(body), lambda: _read(body, services.tokenizer))
+    asked, prompts = await off_loop(services, caller.tenant_id, len(body), lambda: _read(body, services.tokenizer))
     generation = await plan_generation(services, caller, asked, prompts, "prompt")
     return await respond(request, asked, generation, completion_endpoint(services.tokenizer.table))
 

@@ -207,7 +207,7 @@ class ChatConnection:
         services = self._services
         caller = await authenticate_token(self._request, self._token)  # the key may have been revoked since
         size = memoryview(body).nbytes
-        asked, prompt = await off_loop(services, size, lambda: read_chat(body, services.tokenizer))
+        asked, prompt = await off_loop(services, caller.tenant_id, size, lambda: read_chat(body, services.tokenizer))
         generation = await plan_generation(services, caller, _streamed(asked), [prompt], "messages")
         response.model, response.metadata = generation.model, asked.metadata
         async with answers(services, generation, arrived_at) as opened:

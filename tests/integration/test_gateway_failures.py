@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from stencilpress.gateway import app
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.services import INLINE_BYTES, off_loop
 from stencilpress.gateway.stream import ChunkEncoder
 from tests.fakes.engine import Options
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
@@ -288,3 +291,24 @@ async def test_a_connection_that_never_makes_a_whole_request_is_closed_and_a_str
         assert await next_event(response)
         response.close()
         writer.close()
+
+
+async def test_a_tenant_has_one_thread_at_a_time_and_the_others_go_on(gateway: Gateway) -> None:
+    services, big = gateway.services, INLINE_BYTES + 1
+    gate, started = threading.Event(), []
+
+    def slow(number: int) -> int:
+        started.append(number)
+        gate.wait(20)
+        return number
+
+    mine = [asyncio.create_task(off_loop(services, 1, big, partial(slow, number))) for number in range(5)]
+    assert await asyncio.wait_for(off_loop(services, 2, big, lambda: "other"), 10) == "other"
+    await eventually(lambda: started == [0])
+    mine[0].cancel()  # its thread goes on
+    mine[1].cancel()  # it has none yet
+    assert await asyncio.wait_for(off_loop(services, 2, big, lambda: "other"), 10) == "other"
+    assert started == [0]
+    gate.set()
+    assert await asyncio.gather(*mine[2:]) == [2, 3, 4]
+    assert started == [0, 2, 3, 4]

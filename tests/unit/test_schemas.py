@@ -349,3 +349,11 @@ def test_seeds_of_choices_are_fixed_by_the_first_and_all_differ() -> None:
 def test_limits_come_from_the_engine() -> None:
     welcome = Welcome(1, 1, "b", "f", vocab_size=9, max_model_len=8, max_lora_rank=4, eos_ids=(1, 2))
     assert Limits.of(welcome, 5) == Limits(8, 9, 5, (1, 2))
+
+
+def test_of_a_name_that_comes_twice_only_the_checked_value_is_read() -> None:
+    bomb = b"[" + b"1," * 500_000 + b"1]"
+    body = (
+        b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stop_token_ids": %b, "stop_token_ids": [7]}'
+    )
+    assert parse_chat(body % bomb).stop_token_ids == [7]
