@@ -43,10 +43,11 @@ class ApiError(Exception):
 
 
 class InternalError(ApiError):
-    """A fault of ours. The text says nothing about it; the log does."""
+    """A fault of ours. The text says nothing about it; the log does, with ``cause`` where the engine gave one."""
 
-    def __init__(self, message: str = "The server had an error while processing your request.") -> None:
-        super().__init__(message)
+    def __init__(self, cause: str = "") -> None:
+        super().__init__("The server had an error while processing your request.")
+        self.cause = cause
 
 
 class InvalidRequestError(ApiError):
@@ -173,4 +174,4 @@ def from_finished(finished: Finished) -> ApiError:
             return OverloadedError("The server is overloaded; try again shortly.")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
-    return InternalError()
+    return InternalError(finished.message)

@@ -64,6 +64,9 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 def to_api_error(error: Exception, request: web.Request) -> ApiError:
     """What a client is told of an exception. One that nobody foresaw goes to the log and not to the client."""
     match error:
+        case InternalError(cause=cause) if cause:
+            logger.error("the engine failed in %s: %s", request.get(REQUEST_ID), cause)
+            return error
         case ApiError():
             return error
         case web.HTTPMethodNotAllowed(method=method):

@@ -15,9 +15,10 @@ import aiohttp
 import openai
 import pytest
 
+from stencilpress.engine.messages import Finished
 from stencilpress.gateway import app
 from stencilpress.gateway.drain import Drain
-from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.errors import UnavailableError, from_finished
 from stencilpress.gateway.services import INLINE_BYTES, off_loop
 from stencilpress.gateway.stream import ChunkEncoder
 from tests.fakes.engine import Options
@@ -213,6 +214,20 @@ async def test_a_fault_of_ours_is_told_without_its_cause(
     assert "secret" not in text
     assert f"unexpected error in {request_id}" in caplog.text
     assert "secret" in caplog.text
+
+
+async def test_a_fault_of_the_engine_is_in_the_log_under_the_requests_id(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise from_finished(Finished(1, "error", 2, 0, code="internal", message="the output was not finite"))
+
+    monkeypatch.setattr(gateway.services.router, "resolve", fail)
+    headers, body = {"Authorization": f"Bearer {gateway.key}"}, {"model": "base", "prompt": "ab"}
+    async with gateway.http.post(f"{gateway.url}/v1/completions", json=body, headers=headers) as response:
+        assert response.status == 500
+        assert "finite" not in await response.text()
+        assert f"the engine failed in {response.headers['x-request-id']}: the output was not finite" in caplog.text
 
 
 async def test_a_fault_of_ours_in_mid_stream_is_an_error_event(
