@@ -28,6 +28,7 @@ BAD_SETTINGS = 2
 def main() -> int:
     """Load the model, then accept gateways (a welcome means ready) and serve until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("torch").setLevel(logging.WARNING)  # statistics of its caches at every exit
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to end
     try:
