@@ -71,7 +71,7 @@ class Decoder:
         self, tokens_T: Tensor, positions_T: Tensor, kv: PagedKV, attention: AttentionPlan, deltas: Deltas | None
     ) -> Tensor:
         """Run all layers, writing keys and values to ``kv``. Returns the last layer's output (T, X), not yet normed."""
-        self._weights.threads.begin(len(tokens_T), attention.positions)
+        self._weights.threads.begin(len(tokens_T), attention.positions, short_operations=deltas is not None)
         factors = self._rotary.at(positions_T)
         x_TX = embedding(tokens_T, self._weights.embedding)
         for index, layer in enumerate(self._weights.layers):
