@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each malformed request
     try:
         settings = read_settings(GatewaySettings, os.environ)
