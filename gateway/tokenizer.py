@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,17 @@ from tokenizers import Tokenizer
 from stencilpress.gateway.detokenizer import TokenTable
 from stencilpress.gateway.template import BREAK, control_token_pattern, defuse, load_chat_template
 
+PIECE_CHARS = 64 << 10
+"""A longer text is first counted in pieces: megabytes at once take more than a gigabyte, only to be refused."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class NoChatTemplateError(ValueError):
     """The base model has no chat template."""
+
+
+class PromptTooLongError(ValueError):
+    """The prompt has more tokens than it may have; how many was not counted."""
 
 
 class ModelTokenizer:
@@ -32,31 +39,54 @@ class ModelTokenizer:
         self._control_tokens = control_token_pattern(special)
         self._template = load_chat_template(model_dir, _named_tokens(model_dir))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt: control tokens in it are meant, and the model's own first token is added."""
-        return self._encode(text, special=True)
+    def encode(self, text: str, most: int = sys.maxsize) -> list[int]:
+        """Ids of a raw prompt: control tokens in it are meant, and the model's own first token is added.
+
+        Raises :class:`PromptTooLongError` for a long text of surely more than ``most`` tokens.
+        """
+        return self._encode(text, most, special=True)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] | None = None,
+        most: int = sys.maxsize,
     ) -> list[int]:
         """Ids of a chat, up to where the assistant's answer begins.
 
         Equal to Hugging Face's ``apply_chat_template``, except that a control token inside a message stays
         text: only the template can end a turn or begin one.
-        Raises :class:`NoChatTemplateError` and :class:`~stencilpress.gateway.template.TemplateError`.
+        Raises :class:`NoChatTemplateError`, :class:`~stencilpress.gateway.template.TemplateError`, and
+        :class:`PromptTooLongError` as :meth:`encode` does.
         """
         if self._template is None:
             raise NoChatTemplateError
         safe = [{key: defuse(value, self._control_tokens) for key, value in message.items()} for message in messages]
         prompt = self._template.render(safe, variables)
         if BREAK not in prompt:
-            return self._encode(prompt, special=False)
-        return [token for part in prompt.split(BREAK) for token in self._encode(part, special=False)]
+            return self._encode(prompt, most, special=False)
+        ids: list[int] = []
+        for part in prompt.split(BREAK):
+            ids += self._encode(part, most, special=False)
+            if len(ids) > most:
+                raise PromptTooLongError
+        return ids
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def _encode(self, text: str, most: int, *, special: bool) -> list[int]:
+        if len(text) > PIECE_CHARS:
+            self._refuse_long(text, most)
         # The batch call releases the interpreter lock and computes no offsets; the single call does neither.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
+
+    def _refuse_long(self, text: str, most: int) -> None:
+        """Count in pieces, up to twice ``most``: cuts through words make a few tokens more, never twice as many."""
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            count += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0])
+            if count > 2 * most:
+                raise PromptTooLongError
 
 
 def _named_tokens(model_dir: Path) -> dict[str, str]:

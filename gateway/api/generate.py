@@ -49,7 +49,7 @@ async def plan_generation(
 ) -> Generation:
     """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
     route = await services.router.resolve(caller.tenant_id, request.model)
-    limits = Limits.of(_welcome(services), services.settings.default_max_tokens)
+    limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens)
     stop_ids = stop_ids_of(request, limits)
     template = Submit(
         id=0,  # the client numbers it
@@ -176,7 +176,8 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
     return Answer(services.engine, stream, index, rules)
 
 
-def _welcome(services: Services) -> Welcome:
+def engine_welcome(services: Services) -> Welcome:
+    """The engine's limits. Raises :class:`EngineLostError` without an engine."""
     try:
         return services.engine.welcome
     except EngineUnavailableError:

@@ -60,11 +60,7 @@ def max_tokens_of(request: GenerationRequest, prompt: Sequence[int], limits: Lim
     """
     left = limits.max_model_len - len(prompt)
     if left < 1:
-        raise ContextLengthError(
-            f"This model's maximum context length is {limits.max_model_len} tokens, of which at least one is the "
-            f"answer's. Your prompt has {len(prompt)} tokens; shorten it.",
-            param=prompt_field,
-        )
+        raise prompt_too_long(limits.max_model_len, str(len(prompt)), prompt_field)
     _check_prompt(prompt, limits, prompt_field)
     field, asked = _asked_max_tokens(request)
     if asked is None:
@@ -77,6 +73,15 @@ def max_tokens_of(request: GenerationRequest, prompt: Sequence[int], limits: Lim
             param=field,
         )
     return asked
+
+
+def prompt_too_long(max_model_len: int, has: str, field: str) -> ContextLengthError:
+    """The error of a prompt that leaves no room for an answer; ``has`` is its number of tokens, or a lower bound."""
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens, of which at least one is the answer's. "
+        f"Your prompt has {has} tokens; shorten it.",
+        param=field,
+    )
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits, field: str) -> None:

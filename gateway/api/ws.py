@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from stencilpress.gateway.answer import Delta, FinishReason
-from stencilpress.gateway.api.chat import read_chat
+from stencilpress.gateway.api.chat import chat_reader
 from stencilpress.gateway.api.generate import Generation, OpenAnswers, answers, plan_generation
 from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.api.wire import chat_endpoint
@@ -207,7 +207,7 @@ class ChatConnection:
         services = self._services
         caller = await authenticate_token(self._request, self._token)  # the key may have been revoked since
         size = memoryview(body).nbytes
-        asked, prompt = await off_loop(services, caller.tenant_id, size, lambda: read_chat(body, services.tokenizer))
+        asked, prompt = await off_loop(services, caller.tenant_id, size, chat_reader(services, body))
         generation = await plan_generation(services, caller, _streamed(asked), [prompt], "messages")
         response.model, response.metadata = generation.model, asked.metadata
         async with answers(services, generation, arrived_at) as opened:

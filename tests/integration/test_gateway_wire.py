@@ -250,6 +250,20 @@ async def test_errors_say_nothing_about_the_inside(gateway: Gateway, tmp_path: P
         assert str(tmp_path) not in text
 
 
+async def test_a_prompt_of_megabytes_is_too_long_before_it_is_counted(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path) as gateway:
+        for path, body, field in (
+            (CHAT, chat("xy" * 1_000_000), "messages"),
+            (COMPLETIONS, {"model": "base", "prompt": ["a", "xy" * 1_000_000]}, "prompt"),
+        ):
+            status, answer = await gateway.post(path, body)
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+            assert "512 tokens" in error["message"]
+            assert "more than 512 tokens" in error["message"]
+        assert not gateway.engine.submits
+
+
 async def test_a_model_without_a_template_says_what_to_do(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, template=None) as gateway:
         status, answer = await gateway.post(CHAT, chat())

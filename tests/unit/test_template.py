@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from stencilpress.gateway.template import BREAK, ChatTemplate, TemplateError, load_chat_template
-from stencilpress.gateway.tokenizer import ModelTokenizer, NoChatTemplateError
+from stencilpress.gateway.tokenizer import ModelTokenizer, NoChatTemplateError, PromptTooLongError
 from tests.demo_base import demo_base_folder
 
 SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -157,6 +157,22 @@ def test_a_raw_prompt_gets_the_models_first_token_and_is_never_cut(tmp_path: Pat
     ids = ModelTokenizer(build_model(tmp_path, None)).encode("the quick brown fox " * 10)
     assert ids[0] == 0
     assert len(ids) > 20
+
+
+@pytest.mark.parametrize("text", ["x y " * 40_000, "the quick brown fox " * 8_000, "é" * 80_000, "\n" * 70_000])
+def test_a_long_text_within_the_limit_is_encoded_whole(tmp_path: Path, text: str) -> None:
+    tokenizer = ModelTokenizer(build_model(tmp_path, None))
+    ids = tokenizer.encode(text)
+    assert tokenizer.encode(text, most=len(ids)) == ids
+
+
+def test_a_text_far_over_the_limit_is_refused_before_all_of_it_is_encoded(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer(build_model(tmp_path, ALTERNATING))
+    for text in ("x " * 40_000, SPECIAL[0] * 1000):
+        with pytest.raises(PromptTooLongError):
+            tokenizer.encode_chat([{"role": "user", "content": text}], most=500)
+    with pytest.raises(PromptTooLongError):
+        tokenizer.encode("x " * 40_000, most=500)
 
 
 def test_a_message_cannot_end_its_turn(ours: ModelTokenizer, reference: PreTrainedTokenizerFast) -> None:
