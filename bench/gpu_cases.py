@@ -87,12 +87,25 @@ def prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[list[in
     return [[rng.randrange(spec.vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def chosen(cases: Iterable[Case], names: str) -> list[Case]:
-    """Those that a comma-separated list names, all for none."""
-    return [case for case in cases if not names or case.name in names.split(",")]
+Measure = Callable[[GpuEngine, Case, Ceilings, int, str], Result]
+"""Measures one case: engine, case, ceilings, repeats, name of the device."""
 
 
-def parser(bench: str) -> argparse.ArgumentParser:
+def measure_cases(bench: str, cases: Iterable[Case], measure: Measure, arguments: list[str]) -> int:
+    """The whole of a bench: measure the chosen cases in one engine that was proved right, record if asked."""
+    options = _parser(bench).parse_args(arguments)
+    chosen = [case for case in cases if not options.cases or case.name in options.cases.split(",")]
+    ceilings = measure_ceilings()
+    engine = _ready_engine(SHAPES[options.shape], chosen)
+    print(f"{ceilings}, {STEP_TOKENS} tokens a step")
+    results = [measure(engine, case, ceilings, options.repeats, options.device_name) for case in chosen]
+    engine.close()
+    if options.record:
+        record(results, ("torch", "triton"))
+    return 0
+
+
+def _parser(bench: str) -> argparse.ArgumentParser:
     """Options of both benches."""
     options = argparse.ArgumentParser(prog=f"python -m bench {bench}")
     options.add_argument("--shape", choices=SHAPES, default="llama3-8b")
@@ -103,7 +116,7 @@ def parser(bench: str) -> argparse.ArgumentParser:
     return options
 
 
-def ready_engine(spec: ModelSpec, cases: Sequence[Case]) -> GpuEngine:
+def _ready_engine(spec: ModelSpec, cases: Sequence[Case]) -> GpuEngine:
     """An engine for all cases, proved right and warm."""
     probes = [AdapterKind("probe", 16), AdapterKind("probe-all7", 64, ALL7)]
     kinds = dict.fromkeys([*probes, *(kind for case in cases for kind in case.kinds())])
@@ -136,10 +149,3 @@ def result(
             "vllm-0.26.0": case.vllm,
         },
     )
-
-
-def finish(results: Sequence[Result], options: argparse.Namespace) -> int:
-    """Record if asked."""
-    if options.record:
-        record(results, ("torch", "triton"))
-    return 0

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from bench.gpu_cases import (
-    MIX,
-    Case,
-    Ceilings,
-    chosen,
-    decode_floor_ms,
-    finish,
-    measure_ceilings,
-    parser,
-    prompts,
-    ready_engine,
-    result,
-)  # fmt: skip
-from bench.gpu_engine import ALL7, SHAPES, GpuEngine
+from bench.gpu_cases import MIX, Case, Ceilings, decode_floor_ms, measure_cases, prompts, result
+from bench.gpu_engine import ALL7, GpuEngine
 from bench.results import Result
 
 PROMPT, NEW = 128, 128
@@ -53,11 +41,4 @@ def measure(engine: GpuEngine, case: Case, ceilings: Ceilings, repeats: int, dev
 
 def main(arguments: list[str]) -> int:
     """Measure the chosen cases in one engine."""
-    options = parser("latency").parse_args(arguments)
-    cases = chosen(CASES, options.cases)
-    ceilings = measure_ceilings()
-    engine = ready_engine(SHAPES[options.shape], cases)
-    print(ceilings)
-    results = [measure(engine, case, ceilings, options.repeats, options.device_name) for case in cases]
-    engine.close()
-    return finish(results, options)
+    return measure_cases("latency", CASES, measure, arguments)

@@ -1,4 +1,4 @@
-"""A tiny base, adapters for it, and the command on a data folder of its own."""
+"""A tiny base, adapters for it, the command on a data folder of its own, and a gateway that a module shares."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from stencilpress.cli import main
+from tests.integration.gateway_harness import Gateway
 from tests.tiny import save_adapter, save_base
 
 Cli = Callable[..., Result]
@@ -50,3 +51,11 @@ def cli(data: Path) -> Cli:
         return result
 
     return run
+
+
+@pytest.fixture
+def gateway(shared: Gateway) -> Gateway:
+    """The gateway that the module's ``shared`` runs, with nothing remembered of earlier tests."""
+    shared.engine.submits.clear()
+    shared.engine.aborts.clear()
+    return shared

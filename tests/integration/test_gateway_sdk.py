@@ -27,14 +27,6 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate
         yield running
 
 
-@pytest.fixture
-def gateway(shared: Gateway) -> Gateway:
-    """The module's gateway, with nothing remembered of earlier tests."""
-    shared.engine.submits.clear()
-    shared.engine.aborts.clear()
-    return shared
-
-
 def echo(text: str, tokens: int, gateway: Gateway) -> str:
     """What the fake engine's echo of a prompt reads, by the tokenizers library itself."""
     tokenizer = gateway.services.tokenizer

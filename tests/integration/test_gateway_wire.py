@@ -27,14 +27,6 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gate
         yield running
 
 
-@pytest.fixture
-def gateway(shared: Gateway) -> Gateway:
-    """The module's gateway, with nothing remembered of earlier tests."""
-    shared.engine.submits.clear()
-    shared.engine.aborts.clear()
-    return shared
-
-
 def chat(text: str = "ab", **fields: Any) -> dict[str, Any]:
     return {"model": "base", "messages": [{"role": "user", "content": text}], **fields}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +11,19 @@ import torch
 
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.loader import Loader
 from stencilpress.engine.messages import Sampling
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.plan import (
     PENDING,
     Chunk,
     Draw,
-    Fetched,
-    FetchOrder,
-    Placed,
-    PlaceOrder,
     RequestKey,
     Sampled,
     Segment,
     StepPlan,
 )
 from stencilpress.engine.runner import Runner
-from tests.unit.tiny_models import CPU, MAX_RANK, VOCAB, Engine, load_engine, save_adapter, save_model
+from tests.unit.tiny_models import CPU, MAX_RANK, VOCAB, load_engine, placed_adapters, save_adapter, save_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = (
@@ -61,21 +55,6 @@ def _with_tokens(segment: Segment, token: Callable[[RequestKey], int]) -> Segmen
     return replace(segment, chunks=tuple(replace(chunk, tokens=(token(chunk.key),)) for chunk in segment.chunks))
 
 
-def _placed(engine: Engine, adapters_dir: Path, digests: list[str], free: list[int]) -> Loader:
-    ready = threading.Semaphore(0)
-    loader = Loader(adapters_dir, engine.spec, engine.memory, MAX_RANK, ready.release)
-    for digest in digests:
-        loader.submit(FetchOrder(digest))
-        assert ready.acquire(timeout=30)
-        (fetched,) = loader.results()
-        assert isinstance(fetched, Fetched)
-        assert not fetched.error
-        loader.submit(PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages))))
-        assert ready.acquire(timeout=30)
-        assert loader.results() == [Placed(digest)]
-    return loader
-
-
 def check_rows(device: torch.device, folder: Path) -> None:
     """A step of prompts, one of decodes alone (a graph's), one of both, and one launched ahead of another's tokens."""
     save_model(folder / "model", "qwen3", num_hidden_layers=2)
@@ -87,7 +66,7 @@ def check_rows(device: torch.device, folder: Path) -> None:
     for number, adapter in enumerate([None, digests[1], digests[0]]):
         tokens = [rng.randrange(VOCAB) for _ in range(40)]
         sequences.append(_Sequence(number, adapter, tokens, tuple(pages.pop() for _ in range(3))))
-    loaders = [_placed(engine, folder, digests, [*pages]) for engine in (there, here)]
+    loaders = [placed_adapters(engine, folder, digests, [*pages]) for engine in (there, here)]
     limits = Limits(
         max_num_seqs=3, max_num_batched_tokens=128, max_loras=4, max_waiting=9, max_model_len=64,
         page_tokens=here.memory.geometry.page_tokens, vocab_size=VOCAB,

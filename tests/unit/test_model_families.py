@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stencilpress.engine.loader import Loader
 from stencilpress.engine.model.weights import WeightsError, load_weights
-from stencilpress.engine.plan import Chunk, Fetched, FetchOrder, Placed, PlaceOrder, Segment, StepPlan
+from stencilpress.engine.plan import Chunk, Segment, StepPlan
 from stencilpress.engine.runner import Runner
 from stencilpress.engine.spec import load_spec
 from stencilpress.kernels.sgmv.views import AdapterView
 from tests.unit.tiny_models import (
     CPU,
     FAMILIES,
-    MAX_RANK,
     VOCAB,
     load_engine,
+    placed_adapters,
     reference_logits,
     save_adapter,
     save_model,
@@ -72,17 +70,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
 
 
-def _place(loader: Loader, ready: threading.Semaphore, digest: str, free: list[int]) -> None:
-    loader.submit(FetchOrder(digest))
-    assert ready.acquire(timeout=30)
-    (fetched,) = loader.results()
-    assert isinstance(fetched, Fetched)
-    assert not fetched.error
-    loader.submit(PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages))))
-    assert ready.acquire(timeout=30)
-    assert loader.results() == [Placed(digest)]
-
-
 def _run_shuffled(runner: Runner, requests: list[_Request], rng: random.Random) -> None:
     """Run all requests to their end in mixed steps: prompts in chunks of random length among single tokens."""
     number = 0
@@ -116,10 +103,7 @@ def test_mixed_batches_equal_transformers_and_peft(family: str, folder: Path) ->
     rng = random.Random(family)
     free = list(range(engine.memory.num_pages))
     rng.shuffle(free)
-    ready = threading.Semaphore(0)
-    loader = Loader(adapters_dir, engine.spec, engine.memory, MAX_RANK, ready.release)
-    for digest in digests:
-        _place(loader, ready, digest, free)
+    loader = placed_adapters(engine, adapters_dir, digests, free)
     requests = []
     for number, adapter in enumerate([None, *digests, None, digests[4], digests[7]]):
         tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 90))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stencilpress.engine.image import adapter_digest
+from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.model.llama import Decoder
 from stencilpress.engine.model.weights import load_weights
+from stencilpress.engine.plan import Fetched, FetchOrder, Placed, PlaceOrder
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, load_spec, page_geometry
 
@@ -115,6 +118,22 @@ def load_engine(model_dir: Path, pages: int, device: torch.device = CPU) -> Engi
     memory = allocate_pool(spec, geometry, settings, device)
     memory.flat.fill_(torch.nan)
     return Engine(spec, decoder, memory)
+
+
+def placed_adapters(engine: Engine, adapters_dir: Path, digests: list[str], free: list[int]) -> Loader:
+    """A loader that has brought these adapters into pages taken off ``free``."""
+    ready = threading.Semaphore(0)
+    loader = Loader(adapters_dir, engine.spec, engine.memory, MAX_RANK, ready.release)
+    for digest in digests:
+        loader.submit(FetchOrder(digest))
+        assert ready.acquire(timeout=30)
+        (fetched,) = loader.results()
+        assert isinstance(fetched, Fetched)
+        assert not fetched.error
+        loader.submit(PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages))))
+        assert ready.acquire(timeout=30)
+        assert loader.results() == [Placed(digest)]
+    return loader
 
 
 @contextmanager
