@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 
@@ -49,7 +49,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     """Generate. ``prompt`` is little-endian int32 (:func:`pack_tokens`); ``adapter`` is "" for the base.
 
     ``stop_ids`` end the text (the token is counted and delivered, and ``Finished.reason`` is ``stop``).
-    ``tenant`` is an opaque handle, ``weight`` its share, ``salt`` keys its prefix cache.
+    ``tenant`` is an opaque handle, ``weight`` its share, ``salt`` keys its prefix cache. Of one tenant's requests
+    those of higher ``priority`` go first. One that has not begun ``max_wait_ms`` after it came is refused with
+    ``deadline``; 0 waits for ever.
     """
 
     id: int
@@ -61,6 +63,8 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     tenant: int = 0
     weight: float = 1.0
     salt: bytes = b""
+    priority: int = 0
+    max_wait_ms: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -98,8 +102,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The terminal message of a request. ``code`` and ``message`` are set when ``reason`` is ``error``.
 
     Codes: ``adapter_unavailable`` (unknown, corrupt or unreadable), ``context_exceeded``,
-    ``capacity`` (can never fit the pool), ``overloaded`` (queue full), ``internal``, ``engine_lost``
-    (made by the client when the connection ends).
+    ``capacity`` (can never fit the pool), ``overloaded`` (queue full), ``deadline`` (not begun in time),
+    ``internal``, ``engine_lost`` (made by the client when the connection ends).
+
+    ``queue_ms`` is the time from its arrival to its first step, of which it waited ``cold_start_ms`` for its adapter
+    to be loaded.
     """
 
     id: int
@@ -109,6 +116,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     code: str = ""
     message: str = ""
+    queue_ms: float = 0.0
+    cold_start_ms: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
