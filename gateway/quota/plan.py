@@ -22,3 +22,6 @@ class Quota:
     time_zone: str = "UTC"
     shadow: bool = False
     """Count, and report what would have been refused, but refuse nothing."""
+
+
+UNLIMITED = Quota()
