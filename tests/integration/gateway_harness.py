@@ -126,7 +126,7 @@ async def running_gateway(
             engine=Engines([client]),
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
-            metrics=Metrics(),
+            metrics=Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants),
             drain=Drain(),
             threads=threads,
             started_at=int(time.time()),
