@@ -10,8 +10,7 @@ from torch import Tensor
 from stencilpress.engine.threads import Neighbours
 
 WIDE_ROWS = 64
-WIDE_POSITIONS = 8192
-"""From so many rows, or positions attended by decodes, on a step is wide."""
+"""From so many rows on a step is wide."""
 WIDE_WORK = 4 << 20
 """Weight elements times (1 + rows / 16) from which a product is worth all threads: about 0.25 ms of one core."""
 
@@ -31,11 +30,9 @@ class Threads:
         self._now = self._all
         self._neighbours = neighbours or Neighbours()
 
-    def begin(self, rows: int, positions: int, *, short_operations: bool) -> None:
-        """Before each step. With ``short_operations``, those of adapters, a narrow step stays narrow in any case."""
-        wide = rows >= WIDE_ROWS or positions >= WIDE_POSITIONS
-        wide = wide or (not short_operations and self._neighbours.quiet())
-        self._use(self._all if wide else 1)
+    def begin(self, rows: int) -> None:
+        """Before each step."""
+        self._use(self._all if rows >= WIDE_ROWS or self._neighbours.quiet() else 1)
 
     def product(self, work: int, op: Callable[..., Tensor], *args: object) -> Tensor:
         """Run one product of so much work."""

@@ -163,13 +163,13 @@ def _seen(threads: Threads, work: int) -> int:
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(
-    ("rows", "positions", "small", "large"),
-    [(8, 800, 1, 3), (WIDE_ROWS, 0, 3, 3), (2, WIDE_POSITIONS, 3, 3)],
+    ("rows", "small", "large"),
+    [(8, 1, 3), (WIDE_ROWS, 3, 3)],
 )
-def test_a_narrow_step_widens_for_large_products_only(rows: int, positions: int, small: int, large: int) -> None:
+def test_a_narrow_step_widens_for_large_products_only(rows: int, small: int, large: int) -> None:
     threads = Threads(Machine().neighbours())
 
-    threads.begin(rows, positions, short_operations=False)
+    threads.begin(rows)
 
     assert _seen(threads, WIDE_WORK - 1) == small
     assert _seen(threads, WIDE_WORK) == large
@@ -180,10 +180,8 @@ def test_a_narrow_step_widens_for_large_products_only(rows: int, positions: int,
 def test_a_narrow_step_is_wide_while_the_machine_is_quiet() -> None:
     machine = Machine()
     threads = Threads(machine.neighbours())
-    threads.begin(1, 1, short_operations=False)
+    threads.begin(1)
     assert torch.get_num_threads() == 1
     machine.run(0.5, own=1.0, others=0.0)
-    threads.begin(1, 1, short_operations=False)
+    threads.begin(1)
     assert torch.get_num_threads() == 3
-    threads.begin(1, 1, short_operations=True)
-    assert torch.get_num_threads() == 1
