@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,43 +34,57 @@ def elements(tensor: Tensor) -> Elements:
     return array
 
 
+def _generated(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A generator of LLVM instructions as numba wants it, from one of the first argument alone."""
+    return lambda _context, builder, _signature, args: make(builder, args[0])
+
+
+def _same(_builder: Any, x: Any) -> Any:
+    return x
+
+
+def _from_bfloat16(builder: Any, x: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(x, _I32), _I32(16)), _F32)
+
+
+def _from_float16(builder: Any, x: Any) -> Any:
+    return builder.fpext(builder.bitcast(x, _F16), _F32)
+
+
+def _to_bfloat16(builder: Any, x: Any) -> Any:
+    bits = builder.bitcast(x, _I32)
+    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.add(builder.add(bits, odd), _I32(0x7FFF))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.trunc(builder.lshr(builder.select(is_nan, _I32(0x7FC00000), rounded), _I32(16)), _I16)
+
+
+def _to_float16(builder: Any, x: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(x, _F16), _I16)
+
+
+def _power(builder: Any, exponent: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.add(exponent, _I32(127)), _I32(23)), _F32)
+
+
+_WIDEN = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}
+_NARROW = {types.float32: _same, types.uint16: _to_bfloat16, types.int16: _to_float16}
+
+
 @intrinsic
 def widen(_typing: Any, value: Any) -> Any:
     """An element of :data:`Elements` as float32."""
-    if value == types.float32:
-        return types.float32(types.float32), lambda _context, _builder, _signature, args: args[0]
-    if value == types.int16:
-        half = lambda _context, builder, _signature, args: builder.fpext(builder.bitcast(args[0], _F16), _F32)  # noqa: E731
-        return types.float32(types.int16), half
-    if value != types.uint16:
+    if value not in _WIDEN:
         raise TypingError(f"elements are float32, uint16 or int16, not {value}")
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
-
-    return types.float32(types.uint16), generate
+    return types.float32(value), _generated(_WIDEN[value])
 
 
 @intrinsic
 def narrow(_typing: Any, value: Any, like: Any) -> Any:
     """A float32 as an element of array ``like``, rounded to the nearest, ties to even; NaN stays NaN."""
-    if value != types.float32:
-        raise TypingError(f"a float32 is narrowed, not {value}")
-    if like.dtype == types.float32:
-        return types.float32(types.float32, like), lambda _context, _builder, _signature, args: args[0]
-    if like.dtype == types.int16:
-        half = lambda _context, builder, _signature, args: builder.bitcast(builder.fptrunc(args[0], _F16), _I16)  # noqa: E731
-        return types.int16(types.float32, like), half
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _I32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-        rounded = builder.add(builder.add(bits, odd), ir.Constant(_I32, 0x7FFF))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        high = builder.lshr(builder.select(is_nan, ir.Constant(_I32, 0x7FC00000), rounded), ir.Constant(_I32, 16))
-        return builder.trunc(high, _I16)
-
-    return types.uint16(types.float32, like), generate
+    if value != types.float32 or like.dtype not in _NARROW:
+        raise TypingError(f"float32 is narrowed to float32, uint16 or int16, not {value} to {like.dtype}")
+    return like.dtype(value, like), _generated(_NARROW[like.dtype])
 
 
 @intrinsic
@@ -77,12 +92,7 @@ def _power_of_two(_typing: Any, exponent: Any) -> Any:
     """2 ** exponent for an int32 in -126 .. 127."""
     if exponent != types.int32:
         raise TypingError(f"an exponent is an int32, not {exponent}")
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], ir.Constant(_I32, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(_I32, 23)), _F32)
-
-    return types.float32(types.int32), generate
+    return types.float32(exponent), _generated(_power)
 
 
 @inline
