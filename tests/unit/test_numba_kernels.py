@@ -59,7 +59,9 @@ def test_float32_is_rounded_as_pytorch_does(half: torch.dtype) -> None:
 
 
 def test_exp_is_accurate_to_a_few_ulp_and_keeps_nan() -> None:
-    x = np.concatenate((np.linspace(-87, 88, 200_001, dtype=np.float32), np.float32([0, np.nan, -np.inf, -1000])))
+    x = np.concatenate(
+        (np.linspace(-87, 88, 200_001, dtype=np.float32), np.array([0, np.nan, -np.inf, -1000], dtype=np.float32))
+    )
     y = np.empty_like(x)
     _exp(x, y)
     exact = np.exp(x[:200_002].astype(np.float64))
@@ -69,7 +71,7 @@ def test_exp_is_accurate_to_a_few_ulp_and_keeps_nan() -> None:
 
 
 def test_rms_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
-    x, norm = torch.randn(5, 576).to(dtype), LlamaRMSNorm(576, eps=1e-5).to(dtype)  # type: ignore[no-untyped-call]
+    x, norm = torch.randn(5, 576).to(dtype), LlamaRMSNorm(576, eps=1e-5).to(dtype)
     norm.weight.data = torch.randn(576).to(dtype)
     out = torch.empty_like(x)
     rms_norm(elements(x), elements(norm.weight.detach()), 1e-5, elements(out))
@@ -110,7 +112,7 @@ def test_rotation_rounds_as_transformers_does(dtype: torch.dtype) -> None:
 
     q, k = before[:, None, :heads].transpose(1, 2), before[:, None, heads : heads + kv_heads].transpose(1, 2)
     full = [torch.cat((factor[positions],) * 2, -1)[:, None] for factor in (cos, sin)]
-    q, k = apply_rotary_pos_emb(q, k, *full)  # type: ignore[no-untyped-call]
+    q, k = apply_rotary_pos_emb(q, k, *full)
     after = qkv.view(3, -1, head_dim)
     torch.testing.assert_close(after[:, :heads], q[:, :, 0], rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 0)
     torch.testing.assert_close(after[:, heads:-kv_heads], k[:, :, 0], rtol=1e-6, atol=1e-6)
