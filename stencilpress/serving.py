@@ -214,6 +214,8 @@ class _Chosen:
         given = {PREFIX + name.upper(): value for name, value in options.items() if value is not None}
         environment = {**os.environ, **given, f"{PREFIX}DATABASE_URL": place.database_url}
         environment[f"{PREFIX}ADAPTERS_DIR"] = str(place.data.adapters.absolute())
+        for compiler in ("NUMBA", "TRITON"):
+            environment.setdefault(f"{compiler}_CACHE_DIR", str((place.data.kernels / compiler.lower()).absolute()))
         later = {f"{PREFIX}{name}": "set below" for name in ("MODEL_DIR", "ENGINE_SOCKET")}
         engine = read_settings(EngineSettings, {**environment, **later})
         gateway = read_settings(GatewaySettings, {**environment, **later, f"{PREFIX}HTTP_FD": "-1"})
