@@ -21,7 +21,7 @@ from stencilpress.gateway.api.schemas import (
     parse_fields,
 )
 from stencilpress.gateway.errors import InvalidRequestError
-from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import authenticate
 from stencilpress.gateway.services import SERVICES, Services, off_loop
 from stencilpress.gateway.tokenizer import PromptTooLongError
@@ -76,7 +76,8 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def _check_model(services: Services, caller: Principal, model: str | None) -> None:
     if model is not None:
-        await services.router.resolve(caller.tenant_id, model)
+        route = await services.router.resolve(caller.tenant_id, model)
+        check_model(caller, model, route.adapter)
 
 
 def _text(services: Services, body: bytes) -> tuple[DetokenizeRequest, str]:
