@@ -11,6 +11,7 @@ import click
 
 from stencilpress import __version__
 from stencilpress.admin import adapter, key, tenant
+from stencilpress.backup_cli import backup, restore
 from stencilpress.console import Commands, Place, place_options, schema_refusals_told
 from stencilpress.serving import engine, gateway, pull_base, serve
 
@@ -27,6 +28,8 @@ main.add_command(adapter)
 main.add_command(serve)
 main.add_command(engine)
 main.add_command(gateway)
+main.add_command(backup)
+main.add_command(restore)
 
 
 @main.command()
