@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from weakref import WeakSet
 
@@ -22,6 +22,7 @@ from stencilpress.engine import lifeline
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.settings import SettingsError, read_settings
 from stencilpress.engine.spec import base_ids
+from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
@@ -96,8 +97,12 @@ async def _serve(settings: GatewaySettings) -> int:
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
     with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
-        async with Database(settings.database_url) as db, EngineClient(Path(settings.engine_socket)) as engine:
+        async with AsyncExitStack() as stack:
+            db = await stack.enter_async_context(Database(settings.database_url))
             await check_schema(db)
+            metrics = Metrics()
+            accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+            engine = await stack.enter_async_context(EngineClient(Path(settings.engine_socket)))
             yield Services(
                 settings=settings,
                 db=db,
@@ -106,8 +111,9 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
                 engine=engine,
                 tokenizer=tokenizer,
                 base_names=names,
-                metrics=Metrics(),
+                metrics=metrics,
                 drain=Drain(),
+                accounting=accounts,
                 threads=threads,
                 started_at=int(time.time()),
                 websockets=WeakSet(),
