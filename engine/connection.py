@@ -80,7 +80,7 @@ class Stream:
 
     @property
     def id(self) -> int:
-        """The request's id, for :meth:`EngineClient.abort`."""
+        """The request's id on its connection."""
         return self._inbox.id
 
     def __aiter__(self) -> Stream:
@@ -136,6 +136,11 @@ class Connection:
         self._reads_on = False
         self._waits_for_socket = False
         self.loop.add_reader(channel.sock, self._on_readable)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have no terminal message yet and that somebody reads."""
+        return len(self._inboxes)
 
     async def submit(self, request: Submit, limit_s: float) -> Stream:
         """Post a request and open its stream."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from stencilpress.engine.settings import Positive
+from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
 
 FailurePolicy = Literal["local", "allow", "refuse"]
 """See gateway/quota/guard.py."""
@@ -15,7 +15,7 @@ Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set on a gateway; the last three come from the supervisor."""
+    """What an operator may set on a gateway; what follows ``engine_socket`` comes from the supervisor."""
 
     model_dir: str
     """Folder of the base model, for its tokenizer and chat template."""
@@ -41,9 +41,22 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of the spool, 384 a request that the catalog has not taken yet; beyond them requests are refused."""
     usage_retention_days: Annotated[int, Meta(ge=32, le=36500)] = 90
     """How long the rows of single requests are kept."""
+    max_loras: Positive = 16
+    """The engines' setting, told to routers that place requests by adapter."""
+    metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
+    """Tenants with series of their own in the metrics: those with the most tokens."""
+    log_format: LogFormat = "text"
+    engines: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 1
+    """Engines behind this gateway."""
     engine_socket: str
-    """Unix socket of the engine."""
+    """Unix socket of the first engine; the others' are beside it."""
     http_fd: int
     """Listening TCP socket, inherited from the supervisor."""
+    gateway: Positive = 1
+    """The number of this gateway."""
+    peers: str = ""
+    """Names of the sockets at which all gateways tell their metrics, in order, separated by commas."""
+    peer_fd: int = -1
+    """Listening Unix socket of that kind, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""

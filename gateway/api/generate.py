@@ -21,7 +21,9 @@ from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head,
 from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
 from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.metrics import ActiveRequest
 from stencilpress.gateway.middleware import ARRIVED_AT, RATE_HEADERS, REQUEST_ID, to_api_error
+from stencilpress.gateway.observation import CURRENT
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
@@ -116,9 +118,10 @@ async def respond(
 class OpenAnswers:
     """The answers of one generation while they are made, timed as they come."""
 
-    def __init__(self, services: Services, charge: Charge) -> None:
+    def __init__(self, services: Services, charge: Charge, active: ActiveRequest) -> None:
         self.each: list[Answer] = []
         self.charge = charge
+        self._active = active
         self._services = services
         self._first = True
 
@@ -152,6 +155,8 @@ class OpenAnswers:
                     self._first = False
                     metrics.time_to_first_token.observe(now - meter.arrived_at)
                     meter.first(now)
+                    self._active.begin()
+                    CURRENT.get().first_token(now)
                 last = now
                 await consume(answer.index, delta)
         except EngineLostError:
@@ -169,7 +174,11 @@ async def answers(
     Raises :class:`RateLimitError` for a request that is over a limit.
     """
     metrics = services.metrics
-    with services.drain.answering(), metrics.answers_open.track_inprogress():
+    with (
+        services.drain.answering(),
+        metrics.answers_open.track_inprogress(),
+        metrics.adapters.request(generation.route.adapter) as active,
+    ):
         charge = await services.accounting.admit(
             generation.caller,
             generation.route,
@@ -178,7 +187,7 @@ async def answers(
             generation.most_tokens,
             arrived_at,
         )
-        opened = OpenAnswers(services, charge)
+        opened = OpenAnswers(services, charge, active)
         try:
             for index, submit in enumerate(generation.submits):
                 opened.each.append(await _submit(services, submit, index, generation.rules))
@@ -188,8 +197,18 @@ async def answers(
             raise
         finally:  # none of this waits, so a cancelled request is settled all the same
             charge.close(opened.each)
-            metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in opened.each))
-            metrics.prompt_tokens.inc(generation.prompt_tokens if opened.each else 0)
+            if opened.each:
+                _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
+
+
+def _count(services: Services, generation: Generation, completion_tokens: int) -> None:
+    metrics, prompt_tokens = services.metrics, generation.prompt_tokens
+    metrics.prompt_tokens.inc(prompt_tokens)
+    metrics.completion_tokens.inc(completion_tokens)
+    metrics.tenants.add(generation.caller.tenant, prompt_tokens, completion_tokens)
+    observed = CURRENT.get()
+    observed.model, observed.adapter = generation.model, generation.route.adapter
+    observed.prompt_tokens, observed.completion_tokens = prompt_tokens, completion_tokens
 
 
 async def _submit(services: Services, submit: Submit, index: int, rules: TextRules) -> Answer:

@@ -31,6 +31,7 @@ from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
@@ -115,7 +116,7 @@ async def running_gateway(
         engine = stack.enter_context(running_engine(engine_socket, options))
         threads = stack.enter_context(ThreadPoolExecutor(2))
         db = await stack.enter_async_context(Database(url))
-        metrics = Metrics()
+        metrics = Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants)
         await migrate(db)
         accounts = await stack.enter_async_context(accounting(gateway_settings, db, metrics))
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
@@ -126,7 +127,7 @@ async def running_gateway(
             db=db,
             keys=KeyRing(db),
             router=Router(db, BaseNames.of(BASE_NAMES)),
-            engine=client,
+            engine=Engines([client]),
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
             metrics=metrics,
