@@ -26,6 +26,7 @@ from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
@@ -99,29 +100,32 @@ async def _serve(settings: GatewaySettings) -> int:
 @asynccontextmanager
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
-    with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        db = await stack.enter_async_context(Database(settings.database_url))
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
-        async with AsyncExitStack() as stack:
-            db = await stack.enter_async_context(Database(settings.database_url))
-            await check_schema(db)
-            metrics = Metrics(settings.gateway, settings.metrics_tenants)
-            accounts = await stack.enter_async_context(accounting(settings, db, metrics))
-            engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
-            yield Services(
-                settings=settings,
-                db=db,
-                keys=KeyRing(db),
-                router=Router(db, BaseNames.of(names)),
-                engine=engine,
-                tokenizer=tokenizer,
-                base_names=names,
-                metrics=metrics,
-                drain=Drain(),
-                accounting=accounts,
-                threads=threads,
-                started_at=int(time.time()),
-                websockets=WeakSet(),
-            )
+        await check_schema(db)
+        metrics = Metrics(settings.gateway, settings.metrics_tenants)
+        accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        changes = Changes(db)
+        await stack.enter_async_context(changes.following())
+        yield Services(
+            settings=settings,
+            db=db,
+            changes=changes,
+            keys=KeyRing(db, changes),
+            router=Router(db, BaseNames.of(names), changes),
+            engine=engine,
+            tokenizer=tokenizer,
+            base_names=names,
+            metrics=metrics,
+            drain=Drain(),
+            accounting=accounts,
+            threads=threads,
+            started_at=int(time.time()),
+            websockets=WeakSet(),
+        )
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from stencilpress.gateway.accounting import Accounting
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
@@ -33,6 +34,7 @@ class Services:
 
     settings: GatewaySettings
     db: Database
+    changes: Changes
     keys: KeyRing
     router: Router
     engine: Engines

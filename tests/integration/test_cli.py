@@ -173,7 +173,7 @@ def test_a_newer_catalog_is_refused_by_every_command(cli: Cli, data: Path) -> No
     for arguments in (["tenant", "list"], ["key", "create", "acme"], ["migrate"]):
         assert "schema 9999, newer than this version" in cli(*arguments, code=1).stderr
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
-        raw.execute("UPDATE alembic_version SET version_num = ?", [newest])
+        raw.execute("UPDATE alembic_version SET version_num = ?", (newest,))
     assert len(rows(cli("tenant", "list", "--json"))) == 1
 
 

@@ -18,8 +18,11 @@ from sqlalchemy import select
 
 from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.catalog.models import UsageRequestRow
+from stencilpress.gateway.catalog.records import TenantLimits
+from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.catalog.usage import roll_up, tokens_used, usage_between
 from stencilpress.gateway.errors import InsufficientQuotaError
+from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.quota.engine import Reservation
 from stencilpress.gateway.quota.local import LocalStore
@@ -275,3 +278,15 @@ async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(
     gateway.engine.resume()
     (row,) = await usage_rows(gateway, 1)
     assert (row.status, row.completion_tokens, row.ttft_ms) == ("disconnected", 0, None)
+
+
+async def test_the_quota_is_that_of_the_tenant_s_plan(gateway: Gateway) -> None:
+    db = gateway.services.db
+    await create_tenant(db, "small", TenantLimits(quota=Quota(concurrent_streams=0)))
+    token = (await issue_key(db, "small")).token
+    status, answer = await gateway.post(
+        "/v1/completions",
+        {"model": "base", "prompt": "abc", "max_tokens": 2},
+        headers={"Authorization": f"Bearer {token}"},
+    )
+    assert (status, answer["error"]["dimension"]) == (429, "concurrent_streams")

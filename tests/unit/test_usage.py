@@ -198,7 +198,7 @@ async def test_roll_ups_are_the_sums_of_the_rows(db: Database) -> None:
         while await roll_up(db, limit=70):
             pass
     for period in ("minute", "hour", "day"):
-        sums = await usage_between(db, period, NOON - timedelta(days=1), NOON + timedelta(days=1))  # type: ignore[arg-type]
+        sums = await usage_between(db, period, NOON - timedelta(days=1), NOON + timedelta(days=1))
         for (tenant, adapter), usage in sums.items():
             mine = [one for one in rows if (one.tenant_id, one.adapter) == (tenant, adapter)]
             assert usage.requests == len(mine)
