@@ -34,6 +34,9 @@ ENGINE_OPTIONS = {
     "max_loras": "Distinct adapters in one step.",
     "max_lora_rank": "Largest rank of an adapter.",
     "max_cpu_loras": "Adapters whose images stay in host memory.",
+    "max_cpu_lora_bytes": "Bytes of host memory that they take; 0 sets no limit.",
+    "adapter_pool_bytes": "Bytes of the pool that adapters may take; 0 leaves all of it to both.",
+    "prefix_caching": "Keep keys and values of prompts for the tenant's next ones; 0 switches it off.",
     "pool_bytes": "Bytes of the pool of KV and adapter pages; 0 takes a default that fits.",
     "threads": "CPU threads of the forward; 0 takes all cores.",
 }
