@@ -11,9 +11,9 @@ from weakref import WeakSet, WeakValueDictionary
 
 from aiohttp import web
 
-from stencilpress.engine.client import EngineClient
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
@@ -34,7 +34,7 @@ class Services:
     db: Database
     keys: KeyRing
     router: Router
-    engine: EngineClient
+    engine: Engines
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""
