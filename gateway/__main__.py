@@ -25,6 +25,7 @@ from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
@@ -34,6 +35,7 @@ from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
 from stencilpress.gateway.peers import serve_snapshots
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
@@ -79,6 +81,7 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    context = tls_context(settings)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(_services(settings))
         runner = create_runner(services, LAST_EVENTS_S)
@@ -88,7 +91,10 @@ async def _serve(settings: GatewaySettings) -> int:
         if settings.peer_fd >= 0:
             peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
             stack.callback(peers.close)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG).start()
+        if context is not None:
+            renewal = asyncio.create_task(keep_certificate(context, settings))
+            stack.callback(renewal.cancel)
+        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()
@@ -98,25 +104,29 @@ async def _serve(settings: GatewaySettings) -> int:
 @asynccontextmanager
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
-    with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        db = await stack.enter_async_context(Database(settings.database_url))
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
-        engines = Engines([EngineClient(path) for path in sockets])
-        async with Database(settings.database_url) as db, engines as engine:
-            await check_schema(db)
-            yield Services(
-                settings=settings,
-                db=db,
-                keys=KeyRing(db),
-                router=Router(db, BaseNames.of(names)),
-                engine=engine,
-                tokenizer=tokenizer,
-                base_names=names,
-                metrics=Metrics(settings.gateway, settings.metrics_tenants),
-                drain=Drain(),
-                threads=threads,
-                started_at=int(time.time()),
-                websockets=WeakSet(),
-            )
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await check_schema(db)
+        changes = Changes(db)
+        await stack.enter_async_context(changes.following())
+        yield Services(
+            settings=settings,
+            db=db,
+            changes=changes,
+            keys=KeyRing(db, changes),
+            router=Router(db, BaseNames.of(names), changes),
+            engine=engine,
+            tokenizer=tokenizer,
+            base_names=names,
+            metrics=Metrics(settings.gateway, settings.metrics_tenants),
+            drain=Drain(),
+            threads=threads,
+            started_at=int(time.time()),
+            websockets=WeakSet(),
+        )
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
