@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from stencilpress.gateway.quota.plan import UNLIMITED, Quota
+
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
@@ -17,6 +19,7 @@ class TenantLimits:
     """Of one version, all files together."""
     target_modules: tuple[str, ...] | None = None
     weight: float = 1.0
+    quota: Quota = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
