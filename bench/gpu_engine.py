@@ -15,13 +15,15 @@ from bench.gpu_base import Base
 from bench.gpu_random import MAX_RANK
 from stencilpress.engine.cuda.rehearsal import fitting_pool_bytes
 from stencilpress.engine.cuda.runner import CudaRunner
+from stencilpress.engine.eviction import Room
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 from stencilpress.engine.plan import Sampled, StepPlan
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import Residency
+from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import page_geometry
@@ -100,7 +102,6 @@ class GpuEngine:
         self.runner = CudaRunner(spec, self.weights, self.memory, self._adapter, self.limits, MAX_RANK)
         self.ready = threading.Semaphore(0)
         self.loader: Loader | None = None
-        self.most_adapter_pages = serving.adapter_bytes // geometry.page_bytes or self.memory.num_pages
         self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0
 
@@ -111,8 +112,12 @@ class GpuEngine:
         self.ready = threading.Semaphore(0)
         self.loader = make_loader(self.memory, self.ready.release)
         self.pool = Pool(self.memory.num_pages)
-        self.residency = Residency(self.pool, max_cpu_loras=max_cpu_loras, max_prefetched=self.serving.max_prefetched)
-        self.scheduler = Scheduler(self.limits, self.pool, self.residency)
+        pages = self.serving.adapter_bytes // self.memory.geometry.page_bytes or self.memory.num_pages
+        room = Room()
+        capacity = Capacity(max_cpu_loras, self.serving.max_prefetched, max_adapter_pages=pages)
+        self.residency = Residency(self.pool, room, capacity)
+        prefixes = PrefixCache(self.pool, room, self.limits.page_tokens)
+        self.scheduler = Scheduler(self.limits, self.pool, self.residency, prefixes)
 
     def host(self, digests: Sequence[str]) -> None:
         """Bring adapters into host memory."""
@@ -159,8 +164,6 @@ class GpuEngine:
         for result in self.loader.results():
             self.scheduler.loaded(result)
         plan = self.scheduler.plan_ahead() if self._flights else self.scheduler.plan()
-        while self.pool.adapter > self.most_adapter_pages and self.residency.evict_one():
-            pass
         for order in self.residency.take_orders():
             self.loader.submit(order)
         planned = time.perf_counter()
