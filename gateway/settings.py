@@ -41,9 +41,6 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its private key in PEM."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
-<<<<<<< HEAD
-    max_loras: Annotated[int, Meta(ge=0)] = 16
-=======
     quota_store: str = ""
     """Valkey or Redis with the counts of all gateways, such as ``redis://host:6379/0``; empty: each counts its own."""
     quota_on_store_failure: FailurePolicy = "local"
@@ -54,8 +51,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of the spool, 384 a request that the catalog has not taken yet; beyond them requests are refused."""
     usage_retention_days: Annotated[int, Meta(ge=32, le=36500)] = 90
     """How long the rows of single requests are kept."""
-    max_loras: Positive = 16
->>>>>>> main
+    max_loras: Annotated[int, Meta(ge=0)] = 16
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
