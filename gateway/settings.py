@@ -51,7 +51,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of the spool, 384 a request that the catalog has not taken yet; beyond them requests are refused."""
     usage_retention_days: Annotated[int, Meta(ge=32, le=36500)] = 90
     """How long the rows of single requests are kept."""
-    max_loras: Positive = 16
+    max_loras: Annotated[int, Meta(ge=0)] = 16
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
