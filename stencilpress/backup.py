@@ -164,7 +164,7 @@ class _Hashed:
         self._file = file
         self._hash = hashlib.sha256()
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int = -1, /) -> bytes:
         data = self._file.read(size)
         self._hash.update(data)
         return data
