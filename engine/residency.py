@@ -163,6 +163,10 @@ class Residency:
         waits = (self._adapters[digest] for digest in self._squeezed)
         return min((a.wanted for a in waits if a.hosted or a.held if a.wanted is not None), default=None)
 
+    def squeezed(self) -> Iterator[str]:
+        """Wanted adapters that the pool had no room for, those apart that wait for a read."""
+        return (digest for digest in self._squeezed if (a := self._adapters[digest]).hosted or a.held)
+
     def make_room(self, pages: int, arrival: int) -> bool:
         """Evict until ``pages`` are free: idle adapters, then those that only requests newer than ``arrival`` want.
 

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import islice
+
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.plan import RequestKey
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
 
+CAUTION_UP, CAUTION_DOWN = 0.25, 0.98
+"""Added for each request preempted for a page; kept for each that ends of itself."""
+
+
+@dataclass(slots=True)
+class Grant:
+    """An adapter's slot: how many requests share it, and the longest answer of those that have left."""
+
+    requests: int = 0
+    longest_answer: int = 0
+
 
 class Seats:
-    """``taken`` are the seated requests, the longest seated first; ``granted`` counts them by adapter, likewise."""
+    """``taken`` are the seated requests, the longest seated first; ``granted`` are their adapters, likewise.
+
+    ``caution`` is the part of the answers still owed for which a newcomer must leave pages: from none to all. It grows
+    with each preemption, so that a pool in which answers do not fit side by side is not thrashed for long.
+    """
 
     def __init__(self, limits: Limits, pool: Pool, residency: Residency) -> None:
         self.taken: dict[RequestKey, Request] = {}
-        self.granted: dict[str, int] = {}
+        self.granted: dict[str, Grant] = {}
+        self.caution = 0.0
+        self._owed_tokens = 0
         self._limits = limits
         self._pool = pool
         self._residency = residency
@@ -24,36 +46,51 @@ class Seats:
     def free(self) -> int:
         return self._limits.seats - len(self.taken)
 
-    @property
-    def last(self) -> Request:
-        """Whoever was seated last. There must be one."""
-        return next(reversed(self.taken.values()))
-
     def take(self, request: Request) -> bool:
         """Seat a request whose adapter is ready, with pages for all its tokens. False if the pool has too few.
 
-        One page beside is left for each who sits already, lest the newcomer be preempted for their next token.
+        Some are left for those who sit already, one for each at least, lest the newcomer be preempted for their sake.
+        Whoever finds nobody seated may have all that is not in use.
         """
         pages = self._limits.pages_for(len(request.history))
-        if not self._residency.make_room(pages + len(self.taken), request.arrival):
+        if request.adapter is not None:
+            self._residency.lease(request.adapter)
+        if not self._residency.make_room(pages + self._reserve(request), request.order if self.taken else -1):
+            if request.adapter is not None:
+                self._residency.release(request.adapter)
             return False
         request.sit(self._slots.pop(), self._pool.allocate(pages, request.key) or ())
         self.taken[request.key] = request
+        self._owed_tokens += request.owed
         if request.adapter is not None:
-            self._residency.lease(request.adapter)
-            self.granted[request.adapter] = self.granted.get(request.adapter, 0) + 1
+            self.granted.setdefault(request.adapter, Grant()).requests += 1
         return True
 
     def leave(self, request: Request) -> None:
         """Take everything back; the request keeps its tokens."""
         del self.taken[request.key]
         self._slots.append(request.slot)
+        self._owed_tokens -= request.owed
         self._pool.release(request.rise())
         if request.adapter is not None:
             self._residency.release(request.adapter)
-            self.granted[request.adapter] -= 1
-            if not self.granted[request.adapter]:
+            grant = self.granted[request.adapter]
+            grant.requests -= 1
+            grant.longest_answer = max(grant.longest_answer, request.generated)
+            if not grant.requests:
                 del self.granted[request.adapter]
+
+    def answered(self) -> None:
+        """Somebody seated has got a token of the answer."""
+        self._owed_tokens -= 1
+
+    def pressed(self) -> None:
+        """Somebody is preempted for a page."""
+        self.caution = min(1.0, self.caution + CAUTION_UP)
+
+    def relieved(self) -> None:
+        """Somebody has had a whole answer."""
+        self.caution *= CAUTION_DOWN
 
     def grow(self, request: Request) -> bool:
         """Make sure that the next token has a page, evicting adapters that nobody leases. False if none is free."""
@@ -64,3 +101,18 @@ class Seats:
         page = self._pool.allocate(1, request.key)
         request.pages += page or ()
         return page is not None
+
+    def victim(self, parked: Collection[int]) -> Request:
+        """Who gives up a seat for a page: of a parked gateway, else of the tenant that has had most the least urgent
+        and then the last one seated. There must be one."""
+        order = [
+            (request.key[0] in parked, request.account.counter, -request.priority, nth)
+            for nth, request in enumerate(self.taken.values())
+        ]
+        return next(islice(self.taken.values(), max(order)[-1], None))
+
+    def _reserve(self, newcomer: Request) -> int:
+        if not self.taken:
+            return 0
+        owed = self.caution * (self._owed_tokens + newcomer.owed)
+        return max(len(self.taken), math.ceil(owed / self._limits.page_tokens))

@@ -57,7 +57,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 512
     max_waiting: Positive = 1024
-    """Requests that may wait; one more is refused with `overloaded`."""
+    """Requests that may wait; one more makes whoever has most waiting lose its last one, with `overloaded`."""
     max_loras: Positive = 16
     """Distinct adapters in one step."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64

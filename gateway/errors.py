@@ -146,6 +146,14 @@ class EngineLostError(UnavailableError):
     code = "engine_lost"
 
 
+class DeadlineExceededError(ApiError):
+    """The wait that the caller allows is over. Clients that try again by themselves would only make it longer."""
+
+    status = 503
+    code = "deadline_exceeded"
+    headers: Mapping[str, str] = {"Retry-After": str(RETRY_AFTER_S), "x-should-retry": "false"}
+
+
 class AdapterUnavailableError(ApiError):
     """The adapter's weights cannot be loaded. Trying again at once would not help, so clients are told not to."""
 
@@ -172,6 +180,8 @@ def from_finished(finished: Finished) -> ApiError:
             )
         case "overloaded":
             return OverloadedError("The server is overloaded; try again shortly.")
+        case "deadline":
+            return DeadlineExceededError("The request could not begin within max_wait_ms.", param="max_wait_ms")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
     return InternalError(finished.message)

@@ -34,9 +34,7 @@ def tenant() -> None:
 @click.option("--max-adapters", type=int, help="Number of adapters.")
 @click.option("--max-adapter-bytes", type=int, help="Size of one version.")
 @click.option("--target-module", "target_modules", multiple=True, help="Allow only this projection; may be repeated.")
-@click.option(
-    "--weight", type=float, help="Weight beside other tenants; 1 is usual. The engine does not share by it yet."
-)
+@click.option("--weight", type=float, help="Share beside other tenants when the engine is full; 1 is usual.")
 def tenant_add(place: Place, name: str, target_modules: tuple[str, ...], **limits: float | None) -> None:
     """Add a tenant."""
     from stencilpress.gateway.catalog.records import TenantLimits

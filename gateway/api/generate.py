@@ -66,6 +66,8 @@ async def plan_generation(
         tenant=caller.tenant_id,
         weight=caller.limits.weight,
         salt=caller.salt,
+        priority=-(request.priority or 0),  # clients count as vLLM does: the lower, the earlier
+        max_wait_ms=request.max_wait_ms or 0,
     )
     submits: list[Submit] = []
     for prompt in prompts:
