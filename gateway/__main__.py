@@ -25,6 +25,7 @@ from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
@@ -98,25 +99,29 @@ async def _serve(settings: GatewaySettings) -> int:
 @asynccontextmanager
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
-    with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        db = await stack.enter_async_context(Database(settings.database_url))
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
-        engines = Engines([EngineClient(path) for path in sockets])
-        async with Database(settings.database_url) as db, engines as engine:
-            await check_schema(db)
-            yield Services(
-                settings=settings,
-                db=db,
-                keys=KeyRing(db),
-                router=Router(db, BaseNames.of(names)),
-                engine=engine,
-                tokenizer=tokenizer,
-                base_names=names,
-                metrics=Metrics(settings.gateway, settings.metrics_tenants),
-                drain=Drain(),
-                threads=threads,
-                started_at=int(time.time()),
-                websockets=WeakSet(),
-            )
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await check_schema(db)
+        changes = Changes(db)
+        await stack.enter_async_context(changes.following())
+        yield Services(
+            settings=settings,
+            db=db,
+            changes=changes,
+            keys=KeyRing(db, changes),
+            router=Router(db, BaseNames.of(names), changes),
+            engine=engine,
+            tokenizer=tokenizer,
+            base_names=names,
+            metrics=Metrics(settings.gateway, settings.metrics_tenants),
+            drain=Drain(),
+            threads=threads,
+            started_at=int(time.time()),
+            websockets=WeakSet(),
+        )
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:

@@ -12,6 +12,7 @@ from weakref import WeakSet, WeakValueDictionary
 from aiohttp import web
 
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
@@ -32,6 +33,7 @@ class Services:
 
     settings: GatewaySettings
     db: Database
+    changes: Changes
     keys: KeyRing
     router: Router
     engine: Engines
