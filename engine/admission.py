@@ -38,6 +38,7 @@ def open_request(
         max_tokens=submit.max_tokens,
         sampling=submit.sampling,
         stop_ids=frozenset(submit.stop_ids),
+        salt=submit.salt,
     )
 
 
@@ -66,7 +67,10 @@ class Admission:
             failure = self._residency.failure(request.adapter)
             if failure:
                 return "adapter_unavailable", failure
-            needs += self._residency.pages(request.adapter)
+            adapter_pages = self._residency.pages(request.adapter)
+            if self._residency.too_large(request.adapter):
+                return "capacity", f"its adapter needs {adapter_pages} pages, more than allowed"
+            needs += adapter_pages
         if needs > self._pool.total:
             return "capacity", f"it needs {needs} pages of a pool of {self._pool.total}"
         return None

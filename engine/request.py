@@ -43,6 +43,7 @@ class Request:
     ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
     ``charged`` tokens are on its tenant's account already; ``ahead`` is the cost of the tenant's requests that waited
     before it, so long as it waits. ``came_s``, ``warm_s`` (its adapter is in the pool) and ``begun_s`` are clock times.
+    ``cached_tokens`` of the prompt needed no computing when it was first seated; -1 before.
     """
 
     key: RequestKey
@@ -57,16 +58,22 @@ class Request:
     max_tokens: int
     sampling: Sampling
     stop_ids: frozenset[int]
+    salt: bytes = b""
     state: State = State.WAITING
     slot: int = -1
     pages: tuple[Page, ...] = ()
     computed: int = 0
     in_flight: int = 0
     pending: int = 0
+    cached_tokens: int = -1
     charged: int = 0
     ahead: float = 0.0
     warm_s: float | None = None
     begun_s: float | None = None
+
+    @property
+    def tenant(self) -> int:
+        return self.account.tenant
 
     @property
     def generated(self) -> int:
@@ -141,11 +148,17 @@ class Request:
             raise IllegalMoveError(f"request {self.key}: {self.state.value} cannot become {state.value}")
         self.state = state
 
-    def sit(self, slot: int, pages: tuple[Page, ...], computed: int = 0) -> None:
-        """Take a seat: pages for the whole history. What others have ``computed`` of it costs the tenant nothing."""
+    def sit(self, slot: int, pages: tuple[Page, ...]) -> None:
+        """Take a seat: pages for the whole history, of which nothing is computed yet."""
         self.move(State.PREFILLING)
-        self.slot, self.pages, self.computed = slot, pages, computed
-        self.charged = max(self.charged, computed)
+        self.slot, self.pages, self.computed = slot, pages, 0
+
+    def skip(self, tokens: int) -> None:
+        """The first ``tokens`` of the history need no computing, and cost nothing: their pages hold them already."""
+        self.computed = tokens
+        self.charged = max(self.charged, tokens)
+        if self.cached_tokens < 0:
+            self.cached_tokens = tokens
 
     def rise(self) -> tuple[Page, ...]:
         """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
@@ -190,6 +203,7 @@ class Request:
             reason,
             self.prompt_len,
             self.generated,
+            cached_tokens=max(self.cached_tokens, 0),
             code=code,
             message=message,
             queue_ms=(begun_s - self.came_s) * 1000,

@@ -16,12 +16,14 @@ from itertools import chain
 
 from stencilpress.engine.accounts import Accounts
 from stencilpress.engine.admission import Admission, Refusal, open_request, sound_weight
+from stencilpress.engine.counters import Counters, read_stats
 from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Token
 from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
+from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.replies import Replies
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
@@ -38,7 +40,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: Limits, pool: Pool, residency: Residency, *, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        pool: Pool,
+        residency: Residency,
+        prefixes: PrefixCache,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._pool = pool
@@ -51,7 +59,8 @@ class Scheduler:
         self._wants = Wants(self._waiting, residency)
         self._deadlines = Deadlines()
         self._admission = Admission(limits, pool, residency)
-        self._seats = Seats(limits, pool, residency)
+        self._prefixes = prefixes
+        self._seats = Seats(limits, pool, residency, prefixes)
         self._parked: set[int] = set()
         self._replies = Replies()
         self._flights: deque[Flight] = deque()
@@ -59,10 +68,7 @@ class Scheduler:
         self._arrivals = 0
         self._planned_s = 0.0
         self._blocked: Request | None = None
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
-        self._preemptions = 0
+        self._counters = Counters()
 
     # Requests come and go
 
@@ -190,8 +196,10 @@ class Scheduler:
             raise ValueError(f"step {plan.number}: the draws do not match the plan")
         on_board = self._land(plan)
         for chunk in chunks:
-            if on_board[chunk.key].seated:
-                on_board[chunk.key].landed(chunk)
+            request = on_board[chunk.key]
+            if request.seated:
+                request.landed(chunk)
+                self._seats.landed(request, len(chunk.tokens))
         for draw in sampled:
             request = on_board[draw.key]
             if request.seated:
@@ -217,28 +225,15 @@ class Scheduler:
 
     def stats(self, ask: int) -> Stats:
         """Gauges and counters, as the answer to question ``ask``."""
-        return Stats(
-            id=ask,
-            running=len(self._seats.taken),
-            waiting=len(self._requests) - len(self._seats.taken),
-            pages_total=self._pool.total,
-            pages_free=self._pool.free,
-            pages_kv=self._pool.kv,
-            pages_adapter=self._pool.adapter,
-            adapters_hbm=self._residency.in_hbm,
-            adapters_host=self._residency.in_host,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            preemptions=self._preemptions,
-            adapter_loads=self._residency.loads,
-            adapter_evictions=self._residency.evictions,
+        running = len(self._seats.taken)
+        waiting = len(self._requests) - running
+        return read_stats(
+            ask, self._counters, self._pool, self._residency, self._prefixes, running=running, waiting=waiting
         )
 
     def check(self) -> None:
-        """Raise :class:`PoolError` unless every page is free or held by exactly one request or adapter."""
-        seated = ((key, request.pages) for key, request in self._seats.taken.items())
-        self._pool.check(chain(seated, self._residency.holdings()))
+        """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""
+        self._pool.check(chain(self._seats.holdings(), self._residency.holdings()))
 
     # Lines
 
@@ -337,10 +332,10 @@ class Scheduler:
         segments = batch.segments()
         if not segments:
             return None
-        self._steps += 1
+        self._counters.steps += 1
         self._accounts.served(batch.price)
-        self._pool.begin(self._steps)
-        plan = StepPlan(self._steps, segments)
+        self._pool.begin(self._counters.steps)
+        plan = StepPlan(self._counters.steps, segments)
         self._flights.append(Flight(plan, batch.requests))
         return plan
 
@@ -358,7 +353,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._preemptions += 1
+        self._counters.preemptions += 1
         self._seats.leave(request)
         request.move(State.PREEMPTED)
         self._wait(request)
@@ -376,11 +371,12 @@ class Scheduler:
 
     def _deliver(self, request: Request, draw: Sampled) -> None:
         if not request.generated:
-            self._prompt_tokens += request.prompt_len
+            self._counters.prompt_tokens += request.prompt_len
         if draw.token == FAILED:
+            self._seats.condemn(request)
             self._end(request, "error", "internal", "the model's output was not finite")
             return
-        self._completion_tokens += 1
+        self._counters.completion_tokens += 1
         reason = request.accept(draw.token)
         self._seats.answered()
         self._replies.token(request.key[0], Token(request.key[1], draw.token, draw.logprob, draw.top))

@@ -27,7 +27,7 @@ class Wants:
         if head is None:
             self._residency.unwant(adapter)
         else:
-            self._residency.want(adapter, head.order)
+            self._residency.want(adapter, head.order, head.tenant)
 
     def refresh(self) -> None:
         """Renew the next few, in turn."""

@@ -147,11 +147,20 @@ class EngineLostError(UnavailableError):
 
 
 class DeadlineExceededError(ApiError):
-    """The wait that the caller allows is over. Clients that try again by themselves would only make it longer."""
+    """The time that the caller or the operator lets a request wait is over. A client that tried again by itself would
+    wait as long once more."""
 
     status = 503
     code = "deadline_exceeded"
     headers: Mapping[str, str] = {"Retry-After": str(RETRY_AFTER_S), "x-should-retry": "false"}
+
+
+class RequestTimeoutError(ApiError):
+    """The answer took too long. The same request would take as long again."""
+
+    status = 504
+    code = "request_timeout"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class AdapterUnavailableError(ApiError):
@@ -181,7 +190,7 @@ def from_finished(finished: Finished) -> ApiError:
         case "overloaded":
             return OverloadedError("The server is overloaded; try again shortly.")
         case "deadline":
-            return DeadlineExceededError("The request could not begin within max_wait_ms.", param="max_wait_ms")
+            return DeadlineExceededError("The request waited too long for its turn.")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
     return InternalError(finished.message)

@@ -18,7 +18,13 @@ from stencilpress.gateway.api.sampling import Limits, choice_seeds, max_tokens_o
 from stencilpress.gateway.api.schemas import GenerationRequest
 from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
 from stencilpress.gateway.detokenizer import StopStrings
-from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
+from stencilpress.gateway.errors import (
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.metrics import ActiveRequest
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
@@ -68,7 +74,7 @@ async def plan_generation(
         weight=caller.limits.weight,
         salt=caller.salt,
         priority=-(request.priority or 0),  # clients count as vLLM does: the lower, the earlier
-        max_wait_ms=request.max_wait_ms or 0,
+        max_wait_ms=_max_wait_ms(request.max_wait_ms, services.settings.max_wait_s),
     )
     submits: list[Submit] = []
     for prompt in prompts:
@@ -82,6 +88,12 @@ async def plan_generation(
         template.sampling.logprobs >= 0,
     )
     return Generation(route.echo, submits, rules, request.n or 1, caller.tenant, route.adapter)
+
+
+def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
+    """The shorter of what the caller and the operator allow; 0 if neither limits it."""
+    limits = [limit_ms for limit_ms in (asked_ms or 0, round(allowed_s * 1000)) if limit_ms]
+    return min(limits, default=0)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
@@ -122,7 +134,20 @@ class OpenAnswers:
         self._first = True
 
     async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
-        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other."""
+        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other.
+
+        Raises :class:`RequestTimeoutError` when the request's time is over.
+        """
+        limit_s = self._services.settings.request_limit_s
+        try:
+            async with asyncio.timeout(limit_s - (time.perf_counter() - self._arrived_at)) as scope:
+                await self._follow_all(consume)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise RequestTimeoutError(f"The answer took longer than {limit_s:g} s.") from None
+
+    async def _follow_all(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
         if len(self.each) == 1:
             await self._follow(self.each[0], consume)
             return
