@@ -29,6 +29,7 @@ def read_stats(
     *,
     running: int,
     waiting: int,
+    max_loras: int,
 ) -> Stats:
     """Gauges and counters at this moment, as the answer to question ``ask``."""
     return Stats(
@@ -51,4 +52,5 @@ def read_stats(
         cached_tokens=prefixes.hit_tokens,
         adapter_host_bytes=residency.host.bytes,
         adapter_failures=residency.failures,
+        max_loras=max_loras,
     )

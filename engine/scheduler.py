@@ -228,7 +228,14 @@ class Scheduler:
         running = len(self._seats.taken)
         waiting = len(self._requests) - running
         return read_stats(
-            ask, self._counters, self._pool, self._residency, self._prefixes, running=running, waiting=waiting
+            ask,
+            self._counters,
+            self._pool,
+            self._residency,
+            self._prefixes,
+            running=running,
+            waiting=waiting,
+            max_loras=self._limits.max_loras,
         )
 
     def check(self) -> None:
