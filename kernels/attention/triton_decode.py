@@ -23,6 +23,7 @@ from stencilpress.kernels.attention.triton_pages import KVLayout, check_pages
 from stencilpress.kernels.triton_launch import INTERPRETED, launch_options, multiprocessors
 
 _LOG2_E = 1.4426950408889634
+_LOAD, _WARPS, _STAGES = 64, 4, 3
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -173,11 +174,11 @@ def decode_attention(
         DP=max(16, padded),
         PAGE=kv.page_tokens,
         M=max(16, triton.next_power_of_2(per_kv_head)),
-        N=64,
+        N=_LOAD,
         SPLITS=splits,
         F32_DOT=INTERPRETED,
-        num_warps=4,
-        num_stages=3,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
         **options,
     )
     if splits > 1:

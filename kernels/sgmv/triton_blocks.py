@@ -159,10 +159,11 @@ def _h(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.con
     """The parts of one item and projection, added up and scaled; zero where there is no slice."""
     r, m = tl.arange(0, R), tl.arange(0, M)
     h_MR = tl.zeros((M, R), dtype=tl.float32)
+    there = rows_ok & (address_R >= 0)[None, :]
     for k in tl.static_range(K):
         plane_ptr = partial_ptr + (plane + k).to(tl.int64) * (M * R) + m[:, None] * R + r[None, :]
-        h_MR += tl.load(plane_ptr, mask=rows_ok, other=0.0, cache_modifier=".cg")
-    return tl.where((address_R >= 0)[None, :], scale * h_MR, 0.0)
+        h_MR += tl.load(plane_ptr, mask=there, other=0.0, cache_modifier=".cg")
+    return scale * h_MR
 
 
 @triton.jit
