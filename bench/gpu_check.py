@@ -48,7 +48,7 @@ class Exact:
         return torch.nn.functional.rms_norm(x, weight.shape, weight.float(), self._engine.spec.rms_norm_eps)
 
     def _linear(self, layer: Any, x: Tensor, delta: list[tuple[slice, Tensor, Tensor]] | None) -> Tensor:
-        y: Tensor = x @ layer._weight.float().T  # noqa: SLF001
+        y: Tensor = x @ layer.weight.float().T
         for columns, a, b in delta or ():
             y[:, columns] += (x @ a.T) @ b
         return y

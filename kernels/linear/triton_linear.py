@@ -2,12 +2,13 @@
 
 Semantics: y[t, o] = sum_i x[t, i] * W[o, i] + b[o], accumulated in fp32 and rounded once.
 
-A program takes one tile of outputs and one split of the inputs. It asks for the first of its weights before it waits
-for its predecessor (programmatic dependent launch), so that memory is never idle between the kernels of a step. With
-several splits each leaves its sums in a plane, and the one that finishes last adds the planes up in order: no sum
-depends on timing.
+A program takes one tile of outputs and one split of the inputs. It loads the first of its weights before it waits for
+its predecessor (programmatic dependent launch): memory is busy while norms, gates and attention compute, and while
+the last sums of the product before are on their way. With several splits each leaves its sums in a plane, and the one
+that finishes last adds the planes up in order: no sum depends on timing.
 
-Legend: T rows (M: padded to 8 or more), D in_features, O out_features, N outputs of a tile, K inputs of a load, S splits.
+Legend: T rows (M: padded to a power of two), D in_features, O out_features, N outputs of a tile, K inputs of a load,
+S splits.
 """
 
 from __future__ import annotations
@@ -19,37 +20,43 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, dependent_launch, launch_options, multiprocessors
 
-MOST_ROWS = 64
-MOST_TILES = 8192
+MOST_ROWS = 32
+"""Of more rows cuBLAS is faster."""
+_OUTPUTS, _INPUTS = 64, 128
+_MOST_TILES = 8192
+_MOST_PLANE_ELEMS = 1 << 21
 
 
 class Cut(NamedTuple):
-    """Outputs of a tile, inputs of a load, splits, loads in flight, inputs asked for before the wait, warps."""
+    """Outputs of a tile, inputs of a load, splits, loads in flight, inputs loaded before the wait, warps."""
 
     outputs: int
     inputs: int
     splits: int
     stages: int
-    ahead: int
+    head: int
     warps: int = 4
 
 
+class LinearScratch:
+    """What the splits of a product meet in; serves one stream. ``arrived_N`` int32 is zero between launches.
+
+    It is no memory of PyTorch's allocator: a kernel that starts early may otherwise be given the planes while its
+    predecessor still uses them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.arrived_N = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+        self.planes_N = torch.empty(_MOST_PLANE_ELEMS, dtype=torch.float32, device=device)
+
+
 @triton.jit
-def _ask_for(w_ptr, row_N, start, count, D: tl.constexpr, N: tl.constexpr):
-    """Have inputs [start, start + count) of these rows brought into the L2 cache: the copy engine does it."""
-    half = tl.arange(0, 2)
-    place_N2 = row_N[:, None] * D + start + half[None, :] * (count // 2)
-    size_N2 = tl.zeros((N, 2), tl.int32) + count // 2 * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [(w_ptr + place_N2).to(tl.int64), size_N2],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _dot(w_NK, x_KM, acc_NM, F32_DOT: tl.constexpr):
+    if F32_DOT:
+        w_NK, x_KM = w_NK.to(tl.float32), x_KM.to(tl.float32)
+    return tl.dot(w_NK, x_KM, acc_NM, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,17 +70,19 @@ def linear_kernel(
     rows,
     x_stride,
     D: tl.constexpr,
-    O: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
-    AHEAD: tl.constexpr,
+    HEAD: tl.constexpr,
+    FOR_NEXT: tl.constexpr,
     BIAS: tl.constexpr,
     F32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``arrived`` counts the splits of each tile that are done; the last one sets it back to zero."""
+    """``arrived`` counts the splits of each tile that are done; the last one sets it back to zero. FOR_NEXT: the
+    successor starts only after the wait, so that it may read x before it waits itself."""
     RUN: tl.constexpr = (D // K + S - 1) // S * K
     tile, split = tl.program_id(0) // S, tl.program_id(0) % S
     m, i = tl.arange(0, M), tl.arange(0, K)
@@ -81,21 +90,25 @@ def linear_kernel(
     row_N = o.to(tl.int64)
     start = split * RUN
     end = tl.minimum(start + RUN, D)
-    if PDL:
-        gdc_launch_dependents()
-        if AHEAD > 0:
-            _ask_for(w_ptr, row_N, start, tl.minimum(end - start, AHEAD), D, N)
-        gdc_wait()
     live_M = (m < rows)[None, :]
-    x_KM_ptr = x_ptr + m[None, :].to(tl.int64) * x_stride + i[:, None]
-    w_NK_ptr = w_ptr + row_N[:, None] * D + i[None, :]
+    x_M_ptr = x_ptr + m[None, :].to(tl.int64) * x_stride
+    w_N_ptr = w_ptr + row_N[:, None] * D
+    if PDL and not FOR_NEXT:
+        gdc_launch_dependents()
+    if HEAD > 0:
+        h = start + tl.arange(0, HEAD)
+        head_NH = tl.load(w_N_ptr + h[None, :])
+    if PDL:
+        gdc_wait()
+        if FOR_NEXT:
+            gdc_launch_dependents()
     acc_NM = tl.zeros((N, M), dtype=tl.float32)
-    for first in range(start, end, K):
-        w_NK = tl.load(w_NK_ptr + first)
-        x_KM = tl.load(x_KM_ptr + first, mask=live_M, other=0.0)
-        if F32_DOT:
-            w_NK, x_KM = w_NK.to(tl.float32), x_KM.to(tl.float32)
-        acc_NM = tl.dot(w_NK, x_KM, acc_NM, input_precision="ieee")
+    for first in range(start + HEAD, end, K):
+        w_NK = tl.load(w_N_ptr + (first + i)[None, :])
+        x_KM = tl.load(x_M_ptr + (first + i)[:, None], mask=live_M, other=0.0)
+        acc_NM = _dot(w_NK, x_KM, acc_NM, F32_DOT)
+    if HEAD > 0:
+        acc_NM = _dot(head_NH, tl.load(x_M_ptr + h[:, None], mask=live_M, other=0.0), acc_NM, F32_DOT)
     last = True
     if S > 1:
         plane_NM_ptr = planes_ptr + row_N[:, None] * M + m[None, :]
@@ -116,30 +129,46 @@ def linear_kernel(
 
 def fits(rows: int, inputs: int, outputs: int, cut: Cut) -> bool:
     """Whether a product can be cut so."""
-    return 0 < rows <= MOST_ROWS and inputs % cut.inputs == 0 and outputs % cut.outputs == 0
+    if not 0 < rows <= MOST_ROWS or inputs % cut.inputs or outputs % cut.outputs or cut.head % cut.inputs:
+        return False
+    run = triton.cdiv(inputs // cut.inputs, cut.splits) * cut.inputs
+    elems = cut.splits * outputs * _padded(rows) if cut.splits > 1 else 0
+    shortest = inputs - (cut.splits - 1) * run
+    return shortest >= cut.head and outputs // cut.outputs <= _MOST_TILES and elems <= _MOST_PLANE_ELEMS
+
+
+def _padded(rows: int) -> int:
+    return max(8, triton.next_power_of_2(rows))
 
 
 def linear_constants(
-    rows: int, inputs: int, outputs: int, cut: Cut, *, bias: bool, f32_dot: bool = INTERPRETED
+    rows: int, inputs: int, outputs: int, cut: Cut, *, bias: bool, for_next: bool = False, f32_dot: bool = INTERPRETED
 ) -> dict[str, Any]:
     """Compile-time constants of the kernel."""
     return {
         "D": inputs,
         "O": outputs,
-        "M": max(8, triton.next_power_of_2(rows)),
+        "M": _padded(rows),
         "N": cut.outputs,
         "K": cut.inputs,
         "S": cut.splits,
-        "AHEAD": cut.ahead,
+        "HEAD": cut.head,
+        "FOR_NEXT": for_next,
         "BIAS": bias,
         "F32_DOT": f32_dot,
     }
 
 
 def linear_few_rows(
-    x_TD: torch.Tensor, weight_OD: torch.Tensor, bias_O: torch.Tensor | None, arrived_N: torch.Tensor, cut: Cut
+    x_TD: torch.Tensor,
+    weight_OD: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    scratch: LinearScratch,
+    cut: Cut,
+    *,
+    for_next: bool = False,
 ) -> torch.Tensor:
-    """Returns (T, O) in x's dtype. ``arrived_N`` int32, zero, of one stream: a counter for each tile of outputs.
+    """Returns (T, O) in x's dtype. ``for_next``: the next kernel may read x before it waits.
 
     Raises ValueError where shapes, strides or dtypes do not fit, or the product cannot be cut so.
     """
@@ -149,24 +178,17 @@ def linear_few_rows(
         raise ValueError(f"x {tuple(x_TD.shape)} and weight {tuple(weight_OD.shape)} do not fit {cut}")
     if x_TD.stride(1) != 1 or not weight_OD.is_contiguous() or x_TD.dtype != weight_OD.dtype:
         raise ValueError("x needs unit inner stride, the weight must be packed, both of one dtype")
-    tiles = outputs // cut.outputs
-    if tiles > len(arrived_N):
-        raise ValueError(f"{tiles} tiles of outputs; there are {len(arrived_N)} counters")
     y = torch.empty((rows, outputs), dtype=x_TD.dtype, device=x_TD.device)
-    constants = linear_constants(rows, inputs, outputs, cut, bias=bias_O is not None)
-    planes = y
-    if cut.splits > 1:
-        planes = torch.empty((cut.splits, outputs, constants["M"]), dtype=torch.float32, device=x_TD.device)
-    linear_kernel[(tiles * cut.splits,)](
+    linear_kernel[(outputs // cut.outputs * cut.splits,)](
         x_TD,
         weight_OD,
         y if bias_O is None else bias_O,
         y,
-        planes,
-        arrived_N,
+        scratch.planes_N,
+        scratch.arrived_N,
         rows,
         x_TD.stride(0),
-        **constants,
+        **linear_constants(rows, inputs, outputs, cut, bias=bias_O is not None, for_next=for_next),
         num_warps=cut.warps,
         num_stages=cut.stages,
         **launch_options(x_TD.device),
@@ -175,5 +197,16 @@ def linear_few_rows(
 
 
 def choose_cut(rows: int, inputs: int, outputs: int, device: torch.device) -> Cut | None:
-    """None where cuBLAS is as fast."""
-    return None
+    """How to cut a product on a Hopper GPU; None where cuBLAS is to compute it.
+
+    All programs are resident at once, two a multiprocessor or, for fewest rows, three: so all memory is asked for
+    from the start, and the head of the next product's weights while the last sums of this one are on their way.
+    """
+    if rows > MOST_ROWS or not dependent_launch(device):
+        return None
+    tiles, processors = outputs // _OUTPUTS, multiprocessors(device)
+    most = (3 if rows <= 8 else 2) * processors
+    splits = next((n for n in (8, 4, 2) if tiles * n <= most), 1)
+    stages = 3 if 2 * processors < tiles * splits <= most else 4
+    cut = Cut(_OUTPUTS, _INPUTS, splits, stages, head=_INPUTS * (2 if rows <= 16 else 1))
+    return cut if fits(rows, inputs, outputs, cut) else None

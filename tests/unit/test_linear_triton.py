@@ -7,44 +7,42 @@ import torch
 
 pytest.importorskip("triton")
 
-from stencilpress.kernels.linear.triton_linear import Cut, linear_few_rows
+from stencilpress.kernels.linear.triton_linear import Cut, LinearScratch, linear_few_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 20])
-@pytest.mark.parametrize("splits", [1, 3, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_any_rows_and_splits(rows: int, splits: int, bias: bool) -> None:
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize(("bias", "head"), [(False, 0), (True, 32)])
+def test_any_rows_and_splits(rows: int, splits: int, bias: bool, head: int) -> None:
     random = torch.Generator().manual_seed(rows * splits)
     wide = torch.full((rows, 200), float("nan"))
     wide[:, :160] = torch.randn(rows, 160, generator=random)
     weight, offset = torch.randn(96, 160, generator=random), torch.randn(96, generator=random)
-    arrived = torch.zeros(6, dtype=torch.int32)
+    scratch = LinearScratch(torch.device("cpu"))
     x = wide[:, :160]
-    got = linear_few_rows(x, weight, offset if bias else None, arrived, Cut(16, 32, splits, 2, 32))
+    got = linear_few_rows(x, weight, offset if bias else None, scratch, Cut(16, 32, splits, 2, head))
     want = x.double() @ weight.double().T + (offset.double() if bias else 0)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
-    assert not arrived.any()
+    assert not scratch.arrived_N.any()
 
 
 def test_half_precision_rounds_once() -> None:
     random = torch.Generator().manual_seed(2)
     x, weight = (torch.randn(n, 64, generator=random).bfloat16() for n in (2, 32))
-    got = linear_few_rows(x, weight, None, torch.zeros(2, dtype=torch.int32), Cut(16, 32, 2, 2, 0))
+    got = linear_few_rows(x, weight, None, LinearScratch(torch.device("cpu")), Cut(16, 32, 2, 2, 0))
     want = x.double() @ weight.double().T
     assert torch.linalg.norm(got.double() - want) / torch.linalg.norm(want) < 5e-3  # the interpreter cuts off
 
 
-@pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(0, 64, 32), (65, 64, 32), (2, 60, 32), (2, 64, 40), (2, 64, 320)]
-)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 64, 32), (33, 64, 32), (2, 60, 32), (2, 64, 40)])
 def test_what_cannot_be_cut_is_refused(rows: int, inputs: int, outputs: int) -> None:
-    with pytest.raises(ValueError, match="fit|counters"):
+    with pytest.raises(ValueError, match="fit"):
         linear_few_rows(
             torch.zeros(rows, inputs),
             torch.zeros(outputs, inputs),
             None,
-            torch.zeros(4, dtype=torch.int32),
+            LinearScratch(torch.device("cpu")),
             Cut(16, 32, 2, 2, 0),
         )
