@@ -11,9 +11,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 from aiohttp import web
 
-from stencilpress.engine.client import EngineClient
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
@@ -32,9 +33,10 @@ class Services:
 
     settings: GatewaySettings
     db: Database
+    changes: Changes
     keys: KeyRing
     router: Router
-    engine: EngineClient
+    engine: Engines
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""

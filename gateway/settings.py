@@ -7,13 +7,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from stencilpress.engine.settings import Positive
+from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set on a gateway; the last three come from the supervisor."""
+    """What an operator may set on a gateway; what follows ``engine_socket`` comes from the supervisor."""
 
     model_dir: str
     """Folder of the base model, for its tokenizer and chat template."""
@@ -29,9 +29,22 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a client may leave its stream unread once the buffers are full; then it is cut off."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
+    max_loras: Positive = 16
+    """The engines' setting, told to routers that place requests by adapter."""
+    metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
+    """Tenants with series of their own in the metrics: those with the most tokens."""
+    log_format: LogFormat = "text"
+    engines: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 1
+    """Engines behind this gateway."""
     engine_socket: str
-    """Unix socket of the engine."""
+    """Unix socket of the first engine; the others' are beside it."""
     http_fd: int
     """Listening TCP socket, inherited from the supervisor."""
+    gateway: Positive = 1
+    """The number of this gateway."""
+    peers: str = ""
+    """Names of the sockets at which all gateways tell their metrics, in order, separated by commas."""
+    peer_fd: int = -1
+    """Listening Unix socket of that kind, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""

@@ -20,15 +20,26 @@ import msgspec
 import pytest
 from click.testing import Result
 
-from stencilpress.cli import ENGINE_OPTIONS, main
+from stencilpress.cli import main
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.serving import ENGINE_OPTIONS
 from stencilpress.settings import default_data_dir
 from tests.integration.conftest import Cli
 from tests.tiny import BASE_ID
 
 ROOT = Path(__file__).parents[2]
-SUPERVISED = ("engine_fd", "engine_socket", "http_fd", "lifeline_fd", "generation")
+SUPERVISED = (
+    "engine_fd",
+    "engine_socket",
+    "http_fd",
+    "lifeline_fd",
+    "heartbeat_fd",
+    "peer_fd",
+    "peers",
+    "gateway",
+    "generation",
+)
 INTERNAL = {"model_dir", "adapters_dir", *SUPERVISED}
 """Settings that `serve` and the supervisor make; an operator has no use for them."""
 
@@ -156,13 +167,14 @@ def test_the_data_folder_follows_the_xdg_specification(tmp_path: Path) -> None:
 def test_a_newer_catalog_is_refused_by_every_command(cli: Cli, data: Path) -> None:
     cli("migrate")
     assert "revision 0001" in cli("migrate", "--to", "0001").stdout
+    newest = cli("migrate").stdout.split()[-1]
     cli("tenant", "add", "acme")
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
         raw.execute("UPDATE alembic_version SET version_num = '9999'")
     for arguments in (["tenant", "list"], ["key", "create", "acme"], ["migrate"]):
         assert "schema 9999, newer than this version" in cli(*arguments, code=1).stderr
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
-        raw.execute("UPDATE alembic_version SET version_num = '0001'")
+        raw.execute("UPDATE alembic_version SET version_num = ?", (newest,))
     assert len(rows(cli("tenant", "list", "--json"))) == 1
 
 
@@ -335,7 +347,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def test_every_command_option_and_setting_is_documented() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text()
+    text = "".join((ROOT / "docs" / file).read_text() for file in ("cli.md", "operations.md"))
     for name, command in commands(main):
         section = re.search(rf"^#+ `stencilpress {name}\b.*?(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
         assert section, f"no section for `stencilpress {name}`"
@@ -350,7 +362,7 @@ def test_every_command_option_and_setting_is_documented() -> None:
 
 
 def test_serve_offers_every_setting_of_the_engine() -> None:
-    assert set(ENGINE_OPTIONS) == set(EngineSettings.__struct_fields__) - INTERNAL
+    assert set(ENGINE_OPTIONS) == set(EngineSettings.__struct_fields__) - INTERNAL - {"log_format"}
     defaults = {field.name: field.default for field in msgspec.structs.fields(EngineSettings)}
     text = (ROOT / "docs" / "cli.md").read_text()
     for name in ENGINE_OPTIONS:
