@@ -96,9 +96,9 @@ def cases(capability: int) -> Iterator[Case]:
             yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
     types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
     for rows_of_x, bias in ((8, False), (16, True), (32, False)):
-        cut = LinearCut(64, 128, 4, 4, head=256 if rows_of_x == 8 else 128)
-        constants = linear_constants(rows_of_x, 4096, 4096, cut, bias=bias, for_next=True, f32_dot=False)
-        options = {"num_warps": cut.warps, "num_stages": cut.stages}
+        few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)
+        constants = linear_constants(rows_of_x, 4096, 4096, few, bias=bias, for_next=True, f32_dot=False)
+        options = {"num_warps": few.warps, "num_stages": few.stages}
         yield Case(f"linear-{rows_of_x}", linear_kernel, types, constants, options)
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
