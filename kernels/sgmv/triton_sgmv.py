@@ -46,7 +46,7 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, hopper
         most = 16384 // tile.ranks
         return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
     if tile.rows == 16 and single and not few:
-        return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles=2)
+        return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles=2 if inputs <= 4096 else 1)
     narrow = tile.ranks == 16
     part = min(4096, inputs) if single and many else max(64, inputs // (4 if few or (single and narrow) else 2))
     tiles = 1 if few or not single else 8 if many else 4

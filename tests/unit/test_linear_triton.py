@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from stencilpress.kernels.linear.triton_linear import Cut, LinearScratch, linear_few_rows
+from stencilpress.kernels.linear.triton_linear import (
+    MOST_ROWS,
+    Cut,
+    LinearScratch,
+    choose_cut,
+    fits,
+    linear_few_rows,
+    resident_cut,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
@@ -46,3 +56,40 @@ def test_what_cannot_be_cut_is_refused(rows: int, inputs: int, outputs: int) -> 
             LinearScratch(torch.device("cpu")),
             Cut(16, 32, 2, 2, 0),
         )
+
+
+@given(st.integers(1, 64), st.integers(1, 160), st.integers(1, 2400), st.sampled_from([78, 108, 132]))
+def test_every_cut_fits(rows: int, inputs: int, outputs: int, processors: int) -> None:
+    cut = resident_cut(rows, 128 * inputs, 64 * outputs, processors)
+    if cut is None:
+        assert rows > MOST_ROWS or inputs < 4
+    else:
+        assert fits(rows, 128 * inputs, 64 * outputs, cut)
+        assert cut.splits == 1 or outputs * cut.splits <= 3 * processors
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "splits", "stages"),
+    [
+        (1, 4096, 6144, 4, 3),
+        (8, 4096, 4096, 4, 4),
+        (8, 4096, 28672, 1, 4),
+        (8, 14336, 4096, 4, 4),
+        (16, 4096, 6144, 2, 4),
+        (32, 4096, 4096, 2, 5),
+        (32, 14336, 4096, 4, 4),
+    ],
+)
+def test_an_8b_llamas_products_on_132_multiprocessors(
+    rows: int, inputs: int, outputs: int, splits: int, stages: int
+) -> None:
+    cut = resident_cut(rows, inputs, outputs, 132)
+    assert cut is not None
+    assert (cut.splits, cut.stages) == (splits, stages)
+
+
+def test_other_sizes_and_devices_are_left_to_cublas() -> None:
+    assert resident_cut(8, 576, 1536, 132) is None
+    assert resident_cut(8, 4096, 4100, 132) is None
+    assert resident_cut(33, 4096, 4096, 132) is None
+    assert choose_cut(8, 4096, 4096, torch.device("cpu")) is None
