@@ -22,6 +22,7 @@ from stencilpress.engine.client import EngineClient
 from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
+from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
@@ -35,6 +36,7 @@ from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
 from stencilpress.gateway.peers import serve_snapshots
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
@@ -80,6 +82,7 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    context = tls_context(settings)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(_services(settings))
         runner = create_runner(services, LAST_EVENTS_S)
@@ -89,7 +92,10 @@ async def _serve(settings: GatewaySettings) -> int:
         if settings.peer_fd >= 0:
             peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
             stack.callback(peers.close)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG).start()
+        if context is not None:
+            renewal = asyncio.create_task(keep_certificate(context, settings))
+            stack.callback(renewal.cancel)
+        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()
@@ -103,8 +109,10 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
         threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         db = await stack.enter_async_context(Database(settings.database_url))
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
-        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         await check_schema(db)
+        metrics = Metrics(settings.gateway, settings.metrics_tenants)
+        accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         yield Services(
@@ -116,8 +124,9 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
             engine=engine,
             tokenizer=tokenizer,
             base_names=names,
-            metrics=Metrics(settings.gateway, settings.metrics_tenants),
+            metrics=metrics,
             drain=Drain(),
+            accounting=accounts,
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),

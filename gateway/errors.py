@@ -130,6 +130,36 @@ class InvalidAdapterError(ApiError):
         return {**super().fields(), "findings": list(self.findings)}
 
 
+class RateLimitError(ApiError):
+    """A limit of the tenant's plan. ``dimension`` names it; ``retry_ms`` is when there may be room, None for never."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, dimension: str, retry_ms: int | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.dimension = dimension
+        self.retry_ms = retry_ms
+        if retry_ms is None:
+            waits = {"x-should-retry": "false"}
+        else:
+            waits = {"Retry-After": str(-(-retry_ms // 1000)), "retry-after-ms": str(retry_ms)}
+        self.headers = {**(headers or {}), **waits}
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "dimension": self.dimension, "retry_after_ms": self.retry_ms}
+
+
+class InsufficientQuotaError(RateLimitError):
+    """The budget of a day or month is spent: trying again does not help before the next one."""
+
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
 class UnavailableError(ApiError):
     """The server cannot answer now; the same request may succeed soon."""
 
@@ -144,6 +174,14 @@ class OverloadedError(UnavailableError):
 
 class EngineLostError(UnavailableError):
     code = "engine_lost"
+
+
+class RequestTimeoutError(ApiError):
+    """The answer took too long. The same request would take as long again."""
+
+    status = 504
+    code = "request_timeout"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class AdapterUnavailableError(ApiError):
@@ -172,6 +210,8 @@ def from_finished(finished: Finished) -> ApiError:
             )
         case "overloaded":
             return OverloadedError("The server is overloaded; try again shortly.")
+        case "deadline":
+            return OverloadedError("The request waited too long for its turn; try again shortly.")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
     return InternalError(finished.message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -11,7 +11,7 @@ from aiohttp import web
 from stencilpress.gateway.api.body import read_body
 from stencilpress.gateway.api.generate import engine_welcome, plan_generation, respond
 from stencilpress.gateway.api.sampling import prompt_too_long
-from stencilpress.gateway.api.schemas import ChatRequest, parse_chat, template_messages
+from stencilpress.gateway.api.schemas import ChatRequest, TemplateOptions, message_texts, parse_chat
 from stencilpress.gateway.api.wire import chat_endpoint
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.middleware import authenticate
@@ -40,9 +40,20 @@ def chat_reader(services: Services, body: bytes | msgspec.Raw) -> Callable[[], t
 def _read(body: bytes | msgspec.Raw, tokenizer: ModelTokenizer, max_model_len: int) -> tuple[ChatRequest, list[int]]:
     """The request and its prompt's ids."""
     asked = parse_chat(body)
-    variables = msgspec.to_builtins(asked.chat_template_kwargs) if asked.chat_template_kwargs else {}
+    return asked, chat_ids(tokenizer, message_texts(asked.messages), asked.chat_template_kwargs, max_model_len)
+
+
+def chat_ids(
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Mapping[str, str]],
+    options: TemplateOptions | None,
+    max_model_len: int,
+    generation_prompt: bool = True,
+) -> list[int]:
+    """A chat's prompt as token ids. Raises :class:`InvalidRequestError`."""
+    variables = msgspec.to_builtins(options) if options else {}
     try:
-        return asked, tokenizer.encode_chat(template_messages(asked), variables, max_model_len)
+        return tokenizer.encode_chat(messages, variables, max_model_len, generation_prompt=generation_prompt)
     except PromptTooLongError:
         raise prompt_too_long(max_model_len, f"more than {max_model_len}", "messages") from None
     except NoChatTemplateError:
