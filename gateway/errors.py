@@ -103,6 +103,22 @@ class ConflictError(ApiError):
     code = "conflict"
 
 
+class AliasMovedError(ConflictError):
+    """A compare-and-set that came too late: somebody else moved the alias."""
+
+    code = "alias_moved"
+
+
+class SmokeRequiredError(ConflictError):
+    """``prod`` would get a version whose smoke prompts have not passed."""
+
+    code = "smoke_required"
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"version: {version} must pass the adapter's smoke prompts first", param="version")
+        self.version = version
+
+
 class RequestTooLargeError(ApiError):
     status = 413
     type = "invalid_request_error"

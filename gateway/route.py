@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from stencilpress.gateway.cache import AgeingCache
-from stencilpress.gateway.catalog.adapters import find_version
+from stencilpress.gateway.catalog.adapters import find_target
+from stencilpress.gateway.catalog.records import Target, Version
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ModelNotFoundError
 from stencilpress.gateway.names import BaseNames, ModelRef, parse_model
 
@@ -28,6 +31,28 @@ class Route:
     echo: str
     adapter: str = ""
     version: int = 0
+    defaults: VersionDefaults = NO_DEFAULTS
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The route of a name, and the one that ``percent`` of its users get while there is a canary."""
+
+    stable: Route
+    canary: Route | None
+    percent: int
+    seed: str
+
+    def of(self, user: str) -> Route:
+        if self.canary is None or not takes_canary(self.seed, user, self.percent):
+            return self.stable
+        return self.canary
+
+
+def takes_canary(seed: str, user: str, percent: int) -> bool:
+    """Whether a user is among the ``percent``. Who is in stays in when the share grows; each seed asks others first."""
+    digest = hashlib.blake2b(f"{seed}/{user}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < percent * 2**64 // 100
 
 
 class Router:
@@ -38,27 +63,39 @@ class Router:
     ) -> None:
         self.base = base
         self._db = db
-        self._known: AgeingCache[tuple[int, ModelRef], Route] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
+        self._known: AgeingCache[tuple[int, ModelRef], _Choice] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
 
-    async def resolve(self, tenant_id: int, model: str) -> Route:
-        """Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or
+    async def resolve(self, tenant_id: int, model: str, user: str = "") -> Route:
+        """The version that ``user`` gets: with a canary always the same one.
+
+        Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or
         :class:`UnavailableError`.
         """
         ref = parse_model(model, self.base)
         if not ref.adapter:
             return Route("", self.base.id)
-        route = self._known.get((tenant_id, ref))
-        if route is None:
-            route = await self._look_up(tenant_id, ref, model)
-            self._known.put((tenant_id, ref), route)
-        return route
+        choice = self._known.get((tenant_id, ref))
+        if choice is None:
+            choice = await self._look_up(tenant_id, ref, model)
+            self._known.put((tenant_id, ref), choice)
+        return choice.of(user)
 
     def forget(self) -> None:
         """Look everything up again: call it after a promotion or an upload."""
         self._known.clear()
 
-    async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> Route:
-        version = await find_version(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)
-        if version is None or version.base_id != self.base.id:
+    async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> _Choice:
+        target = await find_target(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)
+        if target is None or target.version.base_id != self.base.id:
             raise ModelNotFoundError(model)
-        return Route(version.digest, version.ref, version.adapter, version.number)
+        return _choice(target, ref, self.base.id)
+
+
+def _choice(target: Target, ref: ModelRef, base_id: str) -> _Choice:
+    canary = target.canary if target.canary is not None and target.canary.base_id == base_id else None
+    seed = f"{target.adapter_id}/{ref.alias}/{canary.number}" if canary is not None else ""
+    return _Choice(_route(target.version), _route(canary) if canary is not None else None, target.percent, seed)
+
+
+def _route(version: Version) -> Route:
+    return Route(version.digest, version.ref, version.adapter, version.number, version.defaults)
