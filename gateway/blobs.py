@@ -95,12 +95,11 @@ class BlobStore:
         """A folder for one upload of at most ``max_bytes``. What is not published by the end is removed."""
         with _storage_errors():
             folder, lock = self._open_staging()
-        staging = Staging(self, folder, max_bytes)
+        staging = Staging(self, folder, lock, max_bytes)
         try:
             yield staging
         finally:
             await asyncio.to_thread(staging.discard)
-            os.close(lock)
 
     def _open_staging(self) -> tuple[Path, int]:
         while True:
@@ -110,6 +109,21 @@ class BlobStore:
             if lock is not None and folder.exists():
                 return folder, lock
             if lock is not None:  # a cleaner came between mkdir and lock
+                os.close(lock)
+
+    def digests(self) -> frozenset[str]:
+        """All that are here. Blocks."""
+        return frozenset(entry.name for entry in self.adapters.iterdir() if _DIGEST.fullmatch(entry.name))
+
+    @contextlib.contextmanager
+    def claim(self, digest: str) -> Iterator[bool]:
+        """Whether nothing uses a blob, upload or request, and nothing will while the block runs; also if it is gone."""
+        folder = self.folder(digest)
+        lock = _try_lock(folder)
+        try:
+            yield lock is not None or not folder.exists()
+        finally:
+            if lock is not None:
                 os.close(lock)
 
     async def remove(self, digest: str) -> None:
@@ -129,9 +143,10 @@ class BlobStore:
 class Staging:
     """One upload in progress. Only the two files of an adapter may come in, each once."""
 
-    def __init__(self, store: BlobStore, folder: Path, max_bytes: int) -> None:
+    def __init__(self, store: BlobStore, folder: Path, lock: int, max_bytes: int) -> None:
         self.folder = folder
         self._store = store
+        self._locks = [lock]
         self._max_bytes = max_bytes
         self._received_bytes = 0
         self._moving = threading.Lock()
@@ -165,6 +180,8 @@ class Staging:
     async def publish(self, accepted: Accepted) -> bool:
         """Make the folder the blob of its digest, durably; False if there was one, which is then used.
 
+        The blob is locked until the staging ends, so nobody takes it for garbage before its row is written.
+
         Of an upload of known content only the image is kept: it may be for another base dtype, and it heals
         a damaged one.
         """
@@ -172,18 +189,25 @@ class Staging:
             return await asyncio.to_thread(self._publish, self._store.folder(accepted.digest), accepted.image)
 
     def discard(self) -> None:
-        """Remove the folder, unless it was published. Blocks; waits for a publication that was cancelled."""
+        """Remove the folder, unless it was published, and give up the locks. Blocks; waits for a publication that was
+        cancelled."""
         with self._moving:
             _remove_folder(self.folder)
+            while self._locks:
+                os.close(self._locks.pop())
 
     def _publish(self, blob: Path, image: str) -> bool:
         with self._moving:
             _sync_folder(self.folder)
             while not _rename_new(self.folder, blob):
-                with contextlib.suppress(FileNotFoundError):  # removed just now: rename again
-                    (self.folder / image).replace(blob / image)
-                    _sync_folder(blob)
-                    return False
+                lock = _share(blob)
+                if lock is None:  # removed just now: rename again
+                    continue
+                self._locks.append(lock)
+                (self.folder / image).replace(blob / image)
+                _sync_folder(blob)
+                return False
+            fcntl.flock(self._locks[0], fcntl.LOCK_SH)  # the folder's own lock has moved with it
             _sync_folder(blob.parent)
             return True
 
@@ -239,6 +263,23 @@ def _try_lock(folder: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def _share(blob: Path) -> int | None:
+    """Take part in the use of a blob, after whoever publishes or removes it; None if it is gone. A link is an error."""
+    try:
+        lock = os.open(blob, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        same = os.fstat(lock).st_ino == blob.lstat().st_ino
+    except FileNotFoundError:
+        same = False
+    if same:
+        return lock
+    os.close(lock)
+    return None
 
 
 def _remove_folder(folder: Path) -> None:

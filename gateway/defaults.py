@@ -28,6 +28,8 @@ class VersionDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     @property
     def sampling(self) -> dict[str, float | int]:
         """The fields of a request that are set here."""
+        if self is NO_DEFAULTS:
+            return {}
         fields: dict[str, float | int] = msgspec.to_builtins(self)
         fields.pop("system_prompt", None)
         return fields

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from stencilpress.engine.messages import Finished
+from stencilpress.gateway.intake_records import Rejected
 
 RETRY_AFTER_S = 1
 """Suggested wait after a 503: an engine restarts in seconds, and a queue drains in less."""
@@ -132,18 +133,40 @@ class UnsupportedMediaTypeError(ApiError):
 
 
 class InvalidAdapterError(ApiError):
-    """An upload that intake refused; ``findings`` lists every fault found."""
+    """An upload that intake refused: every fault found, and what of it fits the base all the same."""
 
     status = 422
     type = "invalid_request_error"
     code = "invalid_adapter"
 
-    def __init__(self, message: str, *, findings: tuple[str, ...] = (), param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.findings = findings
+    def __init__(self, message: str, *, rejected: Rejected) -> None:
+        super().__init__(message)
+        self.rejected = rejected
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The faults as lines for people."""
+        return tuple(f"{finding.field}: {finding.message}" for finding in self.rejected.findings)
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "findings": list(self.findings)}
+        found = msgspec.to_builtins(self.rejected)
+        del found["type"]  # the struct's tag
+        return {**super().fields(), **found}
+
+
+class TooManyUploadsError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_uploads"
+    headers: Mapping[str, str] = {"Retry-After": "5"}
+
+
+class InsufficientStorageError(ApiError):
+    """The disk is full. Nothing of the upload stays."""
+
+    status = 507
+    code = "insufficient_storage"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class UnavailableError(ApiError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stencilpress.gateway.cache import AgeingCache
 from stencilpress.gateway.catalog.adapters import find_target
-from stencilpress.gateway.catalog.records import Target, Version
+from stencilpress.gateway.catalog.records import Resolved, Version
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ModelNotFoundError
@@ -91,7 +91,7 @@ class Router:
         return _choice(target, ref, self.base.id)
 
 
-def _choice(target: Target, ref: ModelRef, base_id: str) -> _Choice:
+def _choice(target: Resolved, ref: ModelRef, base_id: str) -> _Choice:
     canary = target.canary if target.canary is not None and target.canary.base_id == base_id else None
     seed = f"{target.adapter_id}/{ref.alias}/{canary.number}" if canary is not None else ""
     return _Choice(_route(target.version), _route(canary) if canary is not None else None, target.percent, seed)

@@ -21,6 +21,7 @@ from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
 from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
+from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
 
@@ -40,15 +41,28 @@ class Generation:
         return sum(len(submit.prompt) // 4 for submit in self.submits[:: self.choices_per_prompt])
 
 
+async def find_route(services: Services, caller: Principal, request: GenerationRequest) -> Route:
+    """Resolve the model, or TGI's ``adapter_id`` in its place. A canary's users are told apart by ``user`` or key.
+
+    Raises :class:`ModelNotFoundError`, :class:`InvalidRequestError` when both fields name adapters.
+    """
+    model = request.model
+    if request.adapter_id is not None and request.adapter_id != model:
+        if model not in services.router.base.names:
+            raise InvalidRequestError("'adapter_id' and 'model' name different adapters.", param="adapter_id")
+        model = request.adapter_id
+    return await services.router.resolve(caller.tenant_id, model, request.user or caller.key_id)
+
+
 async def plan_generation(
     services: Services,
     caller: Principal,
+    route: Route,
     request: GenerationRequest,
     prompts: Sequence[list[int]],
     prompt_field: str,
 ) -> Generation:
-    """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
-    route = await services.router.resolve(caller.tenant_id, request.model)
+    """Check the request against the engine's limits. Raises an :class:`ApiError`."""
     limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens)
     stop_ids = stop_ids_of(request, limits)
     template = Submit(

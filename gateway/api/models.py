@@ -7,21 +7,26 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from stencilpress.gateway.catalog.adapters import list_adapters
+from stencilpress.gateway.catalog.adapters import list_adapters, list_shared
 from stencilpress.gateway.catalog.records import Adapter
 from stencilpress.gateway.middleware import authenticate
 from stencilpress.gateway.names import DEFAULT_ALIAS
 from stencilpress.gateway.services import SERVICES, Services
 
+SHARED = "shared"
+"""Stands for the owner of an adapter that an operator has shared with the caller."""
+
 
 async def list_models(request: web.Request) -> web.Response:
-    """The base under each of its names, and the caller's adapters by the name that serves ``prod``."""
+    """The base under each of its names, and the adapters that the caller may use by the name that serves ``prod``."""
     services = request.app[SERVICES]
     caller = await authenticate(request)
     bases = [_base_card(services, name) for name in services.base_names]
     adapters = await list_adapters(services.db, caller.tenant_id)
+    shared = await list_shared(services.db, caller.tenant_id)
     served = [_adapter_card(services, adapter, caller.tenant) for adapter in adapters if _is_served(services, adapter)]
-    return _json({"object": "list", "data": [*bases, *served]})
+    lent = [_adapter_card(services, adapter, SHARED) for adapter in shared if _is_served(services, adapter)]
+    return _json({"object": "list", "data": [*bases, *served, *lent]})
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
@@ -29,7 +34,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     caller = await authenticate(request)
     name = request.match_info["model"]
-    route = await services.router.resolve(caller.tenant_id, name)
+    route = await services.router.resolve(caller.tenant_id, name, caller.key_id)
     if not route.adapter:
         return _json(_base_card(services, name))
     card = _card(name, services.started_at, caller.tenant, root=route.echo, parent=services.router.base.id)

@@ -20,7 +20,7 @@ from stencilpress.gateway.catalog.records import (
     AliasTarget,
     Canary,
     NewVersion,
-    Target,
+    Resolved,
     TenantLimits,
     Version,
 )
@@ -102,7 +102,7 @@ async def find_version(
 
 async def find_target(
     db: Database, tenant_id: int, name: str, *, number: int = 0, alias: str = DEFAULT_ALIAS
-) -> Target | None:
+) -> Resolved | None:
     """What a tenant's requests for a name get, the tenant's own adapter or one that is shared with it."""
     if not is_name(name):
         return None
@@ -116,7 +116,7 @@ async def find_target(
         other = await _live(session, adapter, canary.version) if canary is not None else None
     if stable is None:
         return None
-    return Target(adapter.id, stable, other, canary.percent if canary is not None and other is not None else 0)
+    return Resolved(adapter.id, stable, other, canary.percent if canary is not None and other is not None else 0)
 
 
 async def list_adapters(db: Database, tenant_id: int, *, deleted: bool = False) -> tuple[Adapter, ...]:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
+from stencilpress.gateway.intake_records import MatchedProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class AddedVersion:
-    """``created`` is False when the adapter had this digest already. ``promoted``: ``prod`` points at it."""
+    """``created`` is False when the adapter had this digest already. ``promoted``: ``prod`` points at it.
+
+    ``modules`` is what intake found, where it was intake that added it.
+    """
 
     version: Version
     created: bool
     promoted: bool
+    modules: tuple[MatchedProjection, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,7 @@ class SmokeRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Resolved:
     """What a request's adapter name stands for: a version, or two that share its users by ``percent``."""
 
     adapter_id: int
