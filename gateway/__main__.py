@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
 
@@ -28,6 +29,10 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.lifecycle.cold import ColdTier
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.route import Router
@@ -96,7 +101,11 @@ async def _serve(settings: GatewaySettings) -> int:
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
     with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
-        async with Database(settings.database_url) as db, EngineClient(Path(settings.engine_socket)) as engine:
+        async with (
+            Database(settings.database_url) as db,
+            EngineClient(Path(settings.engine_socket)) as engine,
+            _desk(settings, db, BaseNames.of(names)) as desk,
+        ):
             await check_schema(db)
             yield Services(
                 settings=settings,
@@ -111,7 +120,35 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
                 threads=threads,
                 started_at=int(time.time()),
                 websockets=WeakSet(),
+                desk=desk,
             )
+
+
+@asynccontextmanager
+async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> AsyncIterator[AdapterDesk | None]:
+    """Uploads and upkeep of adapters, where there is a folder for them."""
+    if not settings.adapters_dir:
+        yield None
+        return
+    cold = ColdTier(settings.cold_store_url) if settings.cold_store_url else None
+    desk = AdapterDesk.open(
+        db,
+        Path(settings.adapters_dir).parent,
+        Path(settings.model_dir),
+        base,
+        dtype=settings.dtype,
+        max_rank=settings.max_lora_rank,
+        gate=IntakeGate(settings.intake_workers),
+        cold=cold,
+    )
+    grace = timedelta(seconds=settings.purge_grace_s)
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    try:
+        yield desk
+    finally:
+        upkeep.cancel()
+        await asyncio.wait([upkeep])
+        await desk.close()
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:

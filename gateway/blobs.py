@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.intake_records import Accepted
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
@@ -29,6 +30,11 @@ WRITE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_digest(text: str) -> bool:
+    """Whether this could be the digest of an adapter."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 class UploadError(ValueError):
@@ -93,7 +99,7 @@ class BlobStore:
     @contextlib.asynccontextmanager
     async def stage(self, max_bytes: int) -> AsyncIterator[Staging]:
         """A folder for one upload of at most ``max_bytes``. What is not published by the end is removed."""
-        with _storage_errors():
+        with storage_errors():
             folder, lock = self._open_staging()
         staging = Staging(self, folder, lock, max_bytes)
         try:
@@ -114,6 +120,16 @@ class BlobStore:
     def digests(self) -> frozenset[str]:
         """All that are here. Blocks."""
         return frozenset(entry.name for entry in self.adapters.iterdir() if _DIGEST.fullmatch(entry.name))
+
+    def sizes(self) -> dict[str, tuple[int, float]]:
+        """By digest the bytes of a blob's files and when it was used last, in seconds since the epoch. Blocks."""
+        found = {}
+        for digest in self.digests():
+            folder = self.adapters / digest
+            with contextlib.suppress(FileNotFoundError):
+                size = sum(path.stat().st_size for path in folder.iterdir())
+                found[digest] = (size, folder.stat().st_mtime)
+        return found
 
     @contextlib.contextmanager
     def claim(self, digest: str) -> Iterator[bool]:
@@ -141,7 +157,7 @@ class BlobStore:
 
 
 class Staging:
-    """One upload in progress. Only the two files of an adapter may come in, each once."""
+    """One upload in progress. Only the two files of an adapter, or an archive of them, may come in, each once."""
 
     def __init__(self, store: BlobStore, folder: Path, lock: int, max_bytes: int) -> None:
         self.folder = folder
@@ -157,11 +173,11 @@ class Staging:
         Raises :class:`UploadError` for another name, a second file of the name, or too many bytes, counted as
         they come; :class:`StorageFullError` when the disk is full.
         """
-        if name not in (CONFIG_NAME, WEIGHTS_NAME):
+        if name not in (CONFIG_NAME, WEIGHTS_NAME, ARCHIVE_NAME):
             raise UploadError("bad_file_name", f"an adapter has the files {CONFIG_NAME} and {WEIGHTS_NAME}")
         limit = MAX_CONFIG_BYTES if name == CONFIG_NAME else self._max_bytes
         size, pending = 0, bytearray()
-        with _storage_errors():
+        with storage_errors():
             async with _new_file(self.folder / name) as file:
                 async for chunk in chunks:
                     size += len(chunk)
@@ -185,7 +201,7 @@ class Staging:
         Of an upload of known content only the image is kept: it may be for another base dtype, and it heals
         a damaged one.
         """
-        with _storage_errors():
+        with storage_errors():
             return await asyncio.to_thread(self._publish, self._store.folder(accepted.digest), accepted.image)
 
     def discard(self) -> None:
@@ -242,7 +258,8 @@ def _rename_new(folder: Path, blob: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _storage_errors() -> Iterator[None]:
+def storage_errors() -> Iterator[None]:
+    """Turn what a full disk raises into :class:`StorageFullError`."""
     try:
         yield
     except OSError as error:

@@ -168,9 +168,11 @@ async def answers(services: Services, generation: Generation, arrived_at: float)
     with services.drain.answering(), metrics.answers_open.track_inprogress():
         opened = OpenAnswers(services, arrived_at)
         try:
-            for index, submit in enumerate(generation.submits):
-                opened.each.append(await _submit(services, submit, index, generation.rules))
-            yield opened
+            first = generation.submits[0]
+            async with services.using(first.adapter, first.tenant):
+                for index, submit in enumerate(generation.submits):
+                    opened.each.append(await _submit(services, submit, index, generation.rules))
+                yield opened
         finally:
             for answer in opened.each:  # none of this waits, so a cancelled request is counted all the same
                 await answer.aclose()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from stencilpress.gateway.blobs import BlobStore
 
@@ -51,4 +51,6 @@ class Leases:
         except BlockingIOError:  # it is being purged, which a request on it can only find out
             os.close(lock)
             return None
+        with suppress(OSError):
+            os.utime(lock)  # make_room goes by it
         return lock
