@@ -10,6 +10,8 @@ from typing import Any
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.intake_records import MatchedProjection
 
+from stencilpress.gateway.quota.plan import UNLIMITED, Quota
+
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
@@ -21,6 +23,7 @@ class TenantLimits:
     """Of one version, all files together."""
     target_modules: tuple[str, ...] | None = None
     weight: float = 1.0
+    quota: Quota = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
