@@ -1,4 +1,4 @@
-"""From a plan to what the forward takes: token ids, positions, where keys and values lie, who adapts which rows."""
+"""From a plan to what the forward on a CPU takes: token ids, where keys and values lie, who adapts which rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.plan import Draw, RequestKey, StepPlan
 from stencilpress.kernels.attention import Span
-from stencilpress.kernels.attention.reference import AttentionPlan, plan_attention
+from stencilpress.kernels.attention.cpu import StepSpans, plan_spans
 from stencilpress.kernels.sgmv.batched import Deltas, Piece
 from stencilpress.kernels.sgmv.views import AdapterView
 
@@ -21,8 +21,7 @@ class Batch:
     """One forward over T rows. Row ``draw_rows[i]`` draws for ``keys[i]`` by ``draws[i]``; the order is the plan's."""
 
     tokens: Tensor
-    positions: Tensor
-    attention: AttentionPlan
+    spans: StepSpans
     deltas: Deltas | None
     draw_rows: tuple[int, ...]
     keys: tuple[RequestKey, ...]
@@ -37,7 +36,6 @@ def make_batch(
     ``last`` are the deltas of the step before: they serve again if the same adapters have the same rows.
     """
     tokens: list[int] = []
-    positions: list[int] = []
     spans: list[Span] = []
     pieces: list[Piece] = []
     drawing: list[tuple[int, RequestKey, Draw]] = []
@@ -46,16 +44,13 @@ def make_batch(
         for chunk in segment.chunks:
             spans.append(Span(len(tokens), chunk.start, len(chunk.tokens), chunk.pages))
             tokens.extend(chunk.tokens)
-            positions.extend(range(chunk.start, chunk.start + len(chunk.tokens)))
             if chunk.draw is not None:
                 drawing.append((len(tokens) - 1, chunk.key, chunk.draw))
         if segment.adapter is not None:
             pieces.append(Piece(first, len(tokens), adapter(segment.adapter)))
-    device = memory.device
     return Batch(
-        tokens=torch.tensor(tokens, device=device),
-        positions=torch.tensor(positions, device=device),
-        attention=plan_attention(spans, memory.kv, memory.flat.dtype, device),
+        tokens=torch.tensor(tokens),
+        spans=plan_spans(spans, memory.kv, memory.flat.dtype),
         deltas=_deltas(pieces, memory, last),
         draw_rows=tuple(row for row, _, _ in drawing),
         keys=tuple(key for _, key, _ in drawing),
@@ -66,4 +61,6 @@ def make_batch(
 def _deltas(pieces: list[Piece], memory: PoolMemory, last: Deltas | None) -> Deltas | None:
     if not pieces:
         return None
-    return last if last is not None and last.pieces == pieces else Deltas(pieces, memory.shapes)
+    if last is not None and last.pieces == pieces:
+        return last
+    return Deltas(pieces, memory.kv.elements, memory.layers, memory.shapes)

@@ -12,11 +12,10 @@ from stencilpress.engine.link import Link
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.messages import PROTOCOL_VERSION, Welcome
-from stencilpress.engine.model.llama import Decoder, Weights
+from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.runner import Runner
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, page_geometry
@@ -47,10 +46,19 @@ def _runner(
 ) -> Runs | Launches:
     """The device's own way to run a step, ready for the first."""
     if memory.device.type != "cuda":
-        return Runner(Decoder(spec, weights, limits.max_model_len), memory, loader.adapter)
+        return _cpu_runner(spec, weights, memory, loader, limits)
     from stencilpress.engine.cuda.runner import CudaRunner  # Triton is there on machines with a GPU only
 
     runner = CudaRunner(spec, weights, memory, loader.adapter, limits, settings.max_lora_rank)
+    runner.warm()
+    return runner
+
+
+def _cpu_runner(spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: Loader, limits: Limits) -> Runs:
+    from stencilpress.engine.model.cpu_llama import Decoder  # numba is of no use where a GPU computes
+    from stencilpress.engine.runner import Runner
+
+    runner = Runner(Decoder(spec, weights, limits.max_model_len), memory, loader.adapter)
     runner.warm()
     return runner
 

@@ -91,6 +91,8 @@ def serve(
     given = {PREFIX + name.upper(): value for name, value in engine.items() if value is not None}
     environment = {**os.environ, **given, f"{PREFIX}DATABASE_URL": place.database_url}
     environment[f"{PREFIX}ADAPTERS_DIR"] = str(place.data.adapters.absolute())
+    for compiler in ("NUMBA", "TRITON"):
+        environment.setdefault(f"{compiler}_CACHE_DIR", str((place.data.kernels / compiler.lower()).absolute()))
     environment[f"{PREFIX}MODEL_DIR"] = "pulled below"
     settings = read_settings(EngineSettings, environment)  # a bad value is refused before a long download
     read_settings(GatewaySettings, {**environment, f"{PREFIX}ENGINE_SOCKET": "made below", f"{PREFIX}HTTP_FD": "-1"})

@@ -35,6 +35,11 @@ class DataFolder:
         return self.path / "adapters"
 
     @property
+    def kernels(self) -> Path:
+        """Compiled kernels, made again when missing."""
+        return self.path / "kernels"
+
+    @property
     def demo_key(self) -> Path:
         return self.path / "demo_key"
 

@@ -7,35 +7,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stencilpress.engine.threads import Neighbours
-
 WIDE_ROWS = 64
-WIDE_POSITIONS = 8192
-"""From so many rows, or positions attended by decodes, on a step is wide."""
+"""From so many rows on a step is wide."""
 WIDE_WORK = 4 << 20
 """Weight elements times (1 + rows / 16) from which a product is worth all threads: about 0.25 ms of one core."""
 
 
 class Threads:
-    """While the cores are ours a step runs on all of them. Beside a busy neighbour a second thread has to be woken and
-    scheduled for each operation, which takes as long as many an operation: then a narrow step, a few decodes, runs on
-    one thread but for its large products. So does a narrow step with adapters always: its many small operations
-    suffer from the gateway alone (150 tokens a second on two threads behind HTTP, 260 on one).
+    """A narrow step, a few decodes, runs on one thread but for its large products, a wide one on all.
 
-    Measured on two cores, SmolLM2-135M in bf16, 8 decodes (over 4 adapters): 17 (25) ms a step on two threads alone,
-    66 (153) ms on two beside one busy process, 23 (31) ms on one thread with or without it.
+    A second thread has to be woken and scheduled for each product, which takes as long as many a product; beside a
+    busy neighbour, and the gateway is one, it takes far longer. Measured on two cores behind HTTP, SmolLM2-135M in
+    bf16, 8 decodes over 4 adapters: 348 tokens a second this way; 290 to 303 with all threads for all products of a
+    quiet machine, falling to 98 when another process wakes up.
     """
 
-    def __init__(self, neighbours: Neighbours | None = None) -> None:
+    def __init__(self) -> None:
         self._all = torch.get_num_threads()
         self._now = self._all
-        self._neighbours = neighbours or Neighbours()
 
-    def begin(self, rows: int, positions: int, *, short_operations: bool) -> None:
-        """Before each step. With ``short_operations``, those of adapters, a narrow step stays narrow in any case."""
-        wide = rows >= WIDE_ROWS or positions >= WIDE_POSITIONS
-        wide = wide or (not short_operations and self._neighbours.quiet())
-        self._use(self._all if wide else 1)
+    def begin(self, rows: int) -> None:
+        """Before each step."""
+        self._use(self._all if rows >= WIDE_ROWS else 1)
 
     def product(self, work: int, op: Callable[..., Tensor], *args: object) -> Tensor:
         """Run one product of so much work."""

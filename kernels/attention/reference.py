@@ -1,16 +1,16 @@
-"""Paged attention in PyTorch: the reference, and what the CPU engine runs. The contract is in the package.
+"""Paged attention in PyTorch, span by span: the reference, whose chunks the CPU engine runs. Contract: the package.
 
 Index tensors are made once per step and serve every layer: a layer is an offset into the pool's rows.
-Decodes of similar length are gathered into one padded batch. Padding repeats a request's first position,
-which is written, so that no unwritten bits enter even under a mask.
 """
 
-# T rows, H query heads, K key-value heads, G = H / K, D head dimension, B requests, S positions, C rows of a chunk
+# T rows, H query heads, K key-value heads, G = H / K, D head dimension, B = 1, S positions, C rows of a chunk
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,20 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stencilpress.kernels.attention import Span
 
+if TYPE_CHECKING:
+    from stencilpress.kernels.numba_bits import Elements
+
 FUSED_PAIRS = 1 << 14
 """Up to this many pairs of query and key row, times key-value heads, a chunk is fused; on a CPU longer ones go block by
 block. Measured in bf16 on two cores, 9 heads of 64: 64 rows 0.20 against 0.44 ms, 512 rows 7.8 against 3.6."""
 BLOCK_ROWS = 128
-SHORT = 256
-"""Padding by less than this is not worth another group."""
 
 Index = npt.NDArray[np.int64]
-_Spot = tuple[Span, Index]
-"""A span and the row of each of its request's positions."""
-
-SDPA_LIMIT, SDPA_START = 1536, 72
-"""Fused attention beats two batched products while N * (S + start) <= limit, N pairs of request and key-value head.
-Measured in bf16 on one core: N = 3, S = 64: 13 against 31 us; N = 24, S = 256: 204 against 82."""
 
 
 class PagedKV:
@@ -47,10 +42,22 @@ class PagedKV:
         """Rows of ``kv_heads * head_dim`` elements in a page."""
         if pool_E.dim() != 1 or not pool_E.is_contiguous() or pool_E.numel() % (self.page_rows * kv_heads * head_dim):
             raise ValueError(f"pool of shape {tuple(pool_E.shape)} is not flat and a whole number of pages")
+        self._pool_E = pool_E
         tokens, heads = pool_E.view(-1, kv_heads * head_dim), pool_E.view(-1, head_dim)
         starts = [(layer * 2 * page_tokens, (layer * 2 + 1) * page_tokens) for layer in range(layers)]
         self._token_rows = [(tokens[k:], tokens[v:]) for k, v in starts]
         self._head_rows = [(heads[k * kv_heads :], heads[v * kv_heads :]) for k, v in starts]
+
+    @cached_property
+    def elements(self) -> Elements:
+        """The pool, on a CPU, for numba's kernels."""
+        from stencilpress.kernels.numba_bits import elements
+
+        return elements(self._pool_E)
+
+    def first_row(self, layer: int) -> int:
+        """Row of the layer's first key in a page; its values are ``page_tokens`` further."""
+        return layer * 2 * self.page_tokens
 
     def write(self, layer: int, k_TX: Tensor, v_TX: Tensor, rows_T: Tensor) -> None:
         """Store keys and values of all rows; ``rows_T`` is :attr:`AttentionPlan.write_rows`."""
@@ -68,18 +75,16 @@ class PagedKV:
         used = np.array(pages[: -(-length // self.page_tokens)], dtype=np.int64)
         return (used[:, None] * self.page_rows + np.arange(self.page_tokens)).reshape(-1)[:length]
 
-
-@dataclass(frozen=True, slots=True)
-class _Decodes:
-    """B single rows of the batch: ``rows`` (B,), ``index`` of head rows (B, K, S), ``mask`` to add (B * K, 1, S)."""
-
-    rows: Tensor
-    index: Tensor
-    mask: Tensor
+    def write_rows(self, spans: Sequence[Span]) -> Index:
+        """Row of each token's key (T,), within layer 0."""
+        write = np.empty(sum(span.length for span in spans), dtype=np.int64)
+        for span in spans:
+            write[span.row : span.row + span.length] = self.rows(span.pages, span.start + span.length)[span.start :]
+        return write
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefill:
+class Chunk:
     """C rows of one request, the first at position ``start``. ``index`` of head rows (K, S) is None for its beginning,
     which attends to itself alone. ``mask``: what to add in a block, (R, R) above the diagonal, or if ``fused`` (C, S).
     """
@@ -94,62 +99,24 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What every layer of one step needs. ``write_rows`` (T,) is where each token's key lies in layer 0.
-
-    ``whole``: the one group of decodes is the batch, row by row. ``positions``: how many the decodes read, padded.
-    """
+    """What every layer of one step needs. ``write_rows`` (T,) is where each token's key lies in layer 0."""
 
     write_rows: Tensor
-    decodes: tuple[_Decodes, ...]
-    prefills: tuple[_Prefill, ...]
-    whole: bool
-    positions: int
+    chunks: tuple[Chunk, ...]
 
 
 def plan_attention(spans: Sequence[Span], kv: PagedKV, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
     """Make the index tensors of one step; ``dtype`` is the activations'."""
-    spots = [(span, kv.rows(span.pages, span.start + span.length)) for span in spans]
-    write = np.empty(sum(span.length for span in spans), dtype=np.int64)
-    for span, positions in spots:
-        write[span.row : span.row + span.length] = positions[span.start :]
-    groups = _similar([spot for spot in spots if spot[0].length == 1])
-    decodes = tuple(_decodes(group, kv, dtype, device) for group in groups)
-    return AttentionPlan(
-        torch.from_numpy(write).to(device),
-        decodes,
-        tuple(_prefill(span, positions, kv, dtype, device) for span, positions in spots if span.length > 1),
-        whole=[len(group) for group in groups] == [len(write)],
-        positions=sum(group.mask.shape[2] * len(group.rows) for group in decodes),
-    )
+    write = torch.from_numpy(kv.write_rows(spans)).to(device)
+    return AttentionPlan(write, tuple(plan_chunk(span, kv, dtype, device) for span in spans))
 
 
-def _similar(decodes: list[_Spot]) -> list[list[_Spot]]:
-    """Groups whose padding at most doubles what is read, each in the order of the batch's rows."""
-    groups: list[list[_Spot]] = []
-    for spot in sorted(decodes, key=lambda spot: -len(spot[1])):
-        if not groups or 2 * len(spot[1]) + SHORT < len(groups[-1][0][1]):
-            groups.append([])
-        groups[-1].append(spot)
-    return [sorted(group, key=lambda spot: spot[0].row) for group in groups]
-
-
-def _decodes(group: list[_Spot], kv: PagedKV, dtype: torch.dtype, device: torch.device) -> _Decodes:
-    longest = max(len(positions) for _, positions in group)
-    index_BS = np.empty((len(group), longest), dtype=np.int64)
-    mask_BS = torch.zeros(len(group), longest, dtype=dtype)
-    for b, (_, positions) in enumerate(group):
-        index_BS[b, : len(positions)] = positions
-        index_BS[b, len(positions) :] = positions[0]
-        mask_BS[b, len(positions) :] = -torch.inf
-    rows_B = torch.tensor([span.row for span, _ in group], device=device)
-    mask_N1S = mask_BS.repeat_interleave(kv.kv_heads, 0).unsqueeze(1)
-    return _Decodes(rows_B, _head_index(index_BS, kv, device), mask_N1S.to(device))
-
-
-def _prefill(span: Span, positions: Index, kv: PagedKV, dtype: torch.dtype, device: torch.device) -> _Prefill:
+def plan_chunk(span: Span, kv: PagedKV, dtype: torch.dtype, device: torch.device) -> Chunk:
+    """One span. On another device than a CPU it is always fused."""
+    positions = kv.rows(span.pages, span.start + span.length)
     fused = device.type != "cpu" or kv.kv_heads * span.length * len(positions) <= FUSED_PAIRS
     masked = (span.length, len(positions)) if fused else (BLOCK_ROWS, BLOCK_ROWS)
-    return _Prefill(
+    return Chunk(
         first=span.row,
         end=span.row + span.length,
         start=span.start,
@@ -167,31 +134,14 @@ def _head_index(index_BS: Index, kv: PagedKV, device: torch.device) -> Tensor:
 def attend(q_TX: Tensor, k_TX: Tensor, v_TX: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan) -> Tensor:
     """Write this step's keys and values, then attend. Returns ``(T, H * D)``, a new tensor."""
     kv.write(layer, k_TX, v_TX, plan.write_rows)
-    if plan.whole:
-        return _attend_decodes(q_TX, kv, layer, plan.decodes[0])
     out_TX = torch.empty_like(q_TX, memory_format=torch.contiguous_format)
-    for group in plan.decodes:
-        out_TX.index_copy_(0, group.rows, _attend_decodes(q_TX.index_select(0, group.rows), kv, layer, group))
-    for chunk in plan.prefills:
+    for chunk in plan.chunks:
         rows = slice(chunk.first, chunk.end)
-        out_TX[rows] = _attend_prefill(q_TX[rows], k_TX[rows], v_TX[rows], kv, layer, chunk)
+        out_TX[rows] = attend_chunk(q_TX[rows], k_TX[rows], v_TX[rows], kv, layer, chunk)
     return out_TX
 
 
-def _attend_decodes(q_BX: Tensor, kv: PagedKV, layer: int, group: _Decodes) -> Tensor:
-    """The query heads of one key-value head are the rows of one small product."""
-    (B, K, S), D = group.index.shape, kv.head_dim
-    k, v = kv.read(layer, group.index.view(-1))
-    if B * K * (S + SDPA_START) <= SDPA_LIMIT:
-        q_BKGD, mask_BK1S = q_BX.view(B, K, -1, D), group.mask.view(B, K, 1, S)
-        k_BKSD, v_BKSD = k.view(B, K, S, D), v.view(B, K, S, D)
-        return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BK1S).reshape(B, -1)
-    q_NGD, k_NSD, v_NSD = q_BX.reshape(B * K, -1, D), k.view(-1, S, D), v.view(-1, S, D)
-    score_NGS = torch.baddbmm(group.mask, q_NGD, k_NSD.transpose(1, 2), alpha=D**-0.5)
-    return torch.bmm(score_NGS.softmax(-1), v_NSD).view(B, -1)
-
-
-def _attend_prefill(q_CX: Tensor, k_CX: Tensor, v_CX: Tensor, kv: PagedKV, layer: int, chunk: _Prefill) -> Tensor:
+def attend_chunk(q_CX: Tensor, k_CX: Tensor, v_CX: Tensor, kv: PagedKV, layer: int, chunk: Chunk) -> Tensor:
     """Key-value heads are the batch, so that sharing them among query heads copies nothing."""
     (C, _), K, D = q_CX.shape, kv.kv_heads, kv.head_dim
     if chunk.index is None:
@@ -204,13 +154,13 @@ def _attend_prefill(q_CX: Tensor, k_CX: Tensor, v_CX: Tensor, kv: PagedKV, layer
     return attention(q_KGCD, k_KSD, v_KSD, chunk).permute(2, 0, 1, 3).reshape(C, -1)
 
 
-def _fused(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: _Prefill) -> Tensor:
+def _fused(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: Chunk) -> Tensor:
     shape = (*q_KGCD.shape[:2], *k_KSD.shape[1:])
     k_KGSD, v_KGSD = k_KSD.unsqueeze(1).expand(shape), v_KSD.unsqueeze(1).expand(shape)
     return scaled_dot_product_attention(q_KGCD, k_KGSD, v_KGSD, attn_mask=chunk.mask)
 
 
-def _blockwise(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: _Prefill) -> Tensor:
+def _blockwise(q_KGCD: Tensor, k_KSD: Tensor, v_KSD: Tensor, chunk: Chunk) -> Tensor:
     """Query rows in blocks, each on the keys up to its end: half the work, and scores that fit the cache."""
     K, _, C, D = q_KGCD.shape
     k_KSD, v_KSD = k_KSD.contiguous(), v_KSD.contiguous()

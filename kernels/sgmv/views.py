@@ -35,7 +35,8 @@ class Part:
 class AdapterView:
     """An adapter in the pool. ``entries[layer * groups + group]`` has no parts where it changes nothing.
 
-    For kernels that read the slice table on the device: ``table_offset`` is its element offset, ``rank`` the largest
+    For kernels that read the slice table itself: ``table`` is a host copy, ``table_offset`` the element offset of the
+    device's, ``rank`` the largest
     of its entries, ``groups`` has a bit for each group that it changes in some layer.
     """
 
@@ -43,6 +44,7 @@ class AdapterView:
     rank: int
     groups: int
     entries: tuple[tuple[Part, ...], ...]
+    table: Words
 
 
 def adapter_view(
@@ -58,7 +60,7 @@ def table_view(table: Words, table_offset: int, layers: int, shapes: Sequence[Gr
     """The same without ``entries``: all that a device needs whose kernels read the table, and quick to make."""
     ranks_LG = (table[: layers * len(shapes) * ENTRY_WORDS : ENTRY_WORDS] & 0xFFFFFFFF).reshape(layers, -1)
     groups = sum(1 << group for group in np.flatnonzero(ranks_LG.any(axis=0)).tolist())
-    return AdapterView(table_offset, int(ranks_LG.max(initial=0)), groups, ())
+    return AdapterView(table_offset, int(ranks_LG.max(initial=0)), groups, (), table)
 
 
 def _parts(pool_E: Tensor, entry: Entry | None, shape: GroupShape) -> Iterator[Part]:

@@ -12,7 +12,6 @@ import torch
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Sampling
-from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.plan import (
     PENDING,
     Chunk,
@@ -22,7 +21,6 @@ from stencilpress.engine.plan import (
     Segment,
     StepPlan,
 )
-from stencilpress.engine.runner import Runner
 from tests.unit.tiny_models import CPU, MAX_RANK, VOCAB, load_engine, placed_adapters, save_adapter, save_model
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -71,9 +69,8 @@ def check_rows(device: torch.device, folder: Path) -> None:
         max_num_seqs=3, max_num_batched_tokens=128, max_loras=4, max_waiting=9, max_model_len=64,
         page_tokens=here.memory.geometry.page_tokens, vocab_size=VOCAB,
     )  # fmt: skip
-    weights = load_weights(folder / "model", there.spec, device)
-    ours = CudaRunner(there.spec, weights, there.memory, loaders[0].adapter, limits, MAX_RANK)
-    theirs = Runner(here.decoder, here.memory, loaders[1].adapter)
+    ours = CudaRunner(there.spec, there.weights, there.memory, loaders[0].adapter, limits, MAX_RANK)
+    theirs = here.runner(loaders[1].adapter)
     ours.warm()
 
     for number, lengths in enumerate([(17, 12, 20), (1, 1, 1), (1, 9, 0)]):

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from stencilpress.kernels.attention import Span
+from stencilpress.kernels.attention.cpu import Heads, attend_spans, plan_spans
 from stencilpress.kernels.attention.reference import PagedKV, attend, plan_attention
+from stencilpress.kernels.numba_bits import elements
 
 CPU = torch.device("cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 LAYERS = 2
 
 
@@ -72,8 +74,23 @@ class _Bench:
             for rows, new in ((request.q, q), (request.k, k), (request.v, v)):
                 rows.append(new[span.row : span.row + span.length])
 
-        out = attend(q, k, v, self.kv, layer, plan_attention(spans, self.kv, self.dtype, CPU))
+        by_reference = attend(q, k, v, self.kv, layer, plan_attention(spans, self.kv, self.dtype, CPU))
+        for out in (by_reference, self.attended(fused, spans, layer)):
+            self._check(out, spans, lengths)
 
+    def attended(self, qkv: Tensor, spans: list[Span], layer: int) -> Tensor:
+        """By the CPU engine's form, with a rotation that changes nothing."""
+        still = (
+            torch.ones(1000, self.head_dim // 2, dtype=self.dtype),
+            torch.zeros(1000, self.head_dim // 2, dtype=self.dtype),
+        )
+        heads = Heads(self.heads, elements(still[0]), elements(still[1]), eps=1e-6)
+        none = elements(torch.empty(0, dtype=self.dtype))
+        out = torch.full((len(qkv), self.heads * self.head_dim), torch.nan, dtype=self.dtype)
+        attend_spans(qkv, (none, none), heads, self.kv, layer, plan_spans(spans, self.kv, self.dtype), out)
+        return out
+
+    def _check(self, out: Tensor, spans: list[Span], lengths: list[tuple[_Request, int]]) -> None:
         for span, (request, _) in zip(spans, lengths, strict=True):
             got = out[span.row : span.row + span.length].double()
             expected = self._dense(request)[span.start :]
@@ -92,7 +109,7 @@ class _Bench:
         return torch.einsum("htu,uhd->thd", scores.softmax(-1), v).flatten(1)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     torch.manual_seed(11)
     picked: torch.dtype = request.param
@@ -116,7 +133,6 @@ def test_chunked_prompts_among_decodes(
 
 @pytest.mark.parametrize("contexts", [[1], [30] * 2, [300], [5, 5, 5], [63, 64, 65], [200] * 12, [3, 900, 7, 880, 40]])
 def test_decodes_of_any_lengths(contexts: list[int], dtype: torch.dtype) -> None:
-    """One, few and many: padded together, fused or as products, in groups when lengths are far apart."""
     bench = _Bench(9, 3, 64, 16, dtype, random.Random(1))
     requests = [bench.request(context + 2) for context in contexts]
     bench.step([(request, context) for request, context in zip(requests, contexts, strict=True)], layer=0)
@@ -147,12 +163,14 @@ def test_a_neighbours_nan_stays_with_it(dtype: torch.dtype) -> None:
         0, *(torch.full((1, 32), torch.nan, dtype=dtype),) * 2, torch.from_numpy(bench.kv.rows(sick.pages, 1))
     )
     spans = [Span(0, 30, 1, sound.pages), Span(1, 50, 1, sick.pages)]
-    q, k, v = (torch.randn(2, width).to(dtype) for width in (64, 32, 32))
+    qkv = torch.randn(2, 128).to(dtype)
 
-    out = attend(q, k, v, bench.kv, 0, plan_attention(spans, bench.kv, dtype, CPU))
+    q, k, v = torch.split(qkv, [64, 32, 32], 1)
+    by_reference = attend(q, k, v, bench.kv, 0, plan_attention(spans, bench.kv, dtype, CPU))
 
-    assert torch.isfinite(out[0]).all()
-    assert out[1].isnan().all()
+    for out in (by_reference, bench.attended(qkv, spans, 0)):
+        assert torch.isfinite(out[0]).all()
+        assert out[1].isnan().all()
 
 
 def test_a_pool_of_part_pages_is_refused() -> None:

@@ -17,7 +17,8 @@ from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, list_words, plan_work
 from stencilpress.kernels.sgmv.views import AdapterView, table_view
 
-VIEWS = {"A": AdapterView(400, 16, 0b0011, ()), "B": AdapterView(80, 40, 0b1000, ())}
+NO_TABLE = np.empty(0, dtype=np.int64)
+VIEWS = {"A": AdapterView(400, 16, 0b0011, (), NO_TABLE), "B": AdapterView(80, 40, 0b1000, (), NO_TABLE)}
 CPU = torch.device("cpu")
 
 

@@ -26,7 +26,6 @@ from stencilpress.engine.plan import (
     Segment,
     StepPlan,
 )
-from stencilpress.engine.runner import Runner
 from tests.unit.tiny_models import MAX_RANK, Engine, load_engine, reference_logits, save_adapter, save_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -75,7 +74,7 @@ class _Bench:
         self.loader = Loader(
             stored.adapters_dir, self.engine.spec, self.engine.memory, MAX_RANK, wake=self.ready.release
         )
-        self.runner = Runner(self.engine.decoder, self.engine.memory, self.loader.adapter)
+        self.runner = self.engine.runner(self.loader.adapter)
         self.free = list(range(self.engine.memory.num_pages))
         self.steps = 0
 

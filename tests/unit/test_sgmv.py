@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stencilpress.kernels.numba_bits import elements
 from stencilpress.kernels.sgmv.batched import Deltas, Piece
 from stencilpress.kernels.sgmv.reference import sgmv_reference
 from stencilpress.kernels.sgmv.table import GroupShape, Words
@@ -111,6 +112,8 @@ class _Case:
                 for s, adapter in enumerate(self.adapters)
                 if adapter is not None and self.bounds[s] < self.bounds[s + 1]
             ],
+            elements(self.pool.flat),
+            LAYERS,
             self.shapes,
         )
         tables = [adapter.table if adapter else None for adapter in self.adapters]
@@ -167,7 +170,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(request.node.name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("popularity", [_identical, _distinct, _uniform, _zipf, _skewed])
 @pytest.mark.parametrize("rows", [1, 7, 70])
 def test_ranks_and_popularities(
@@ -201,16 +204,16 @@ def test_many_adapters_with_many_columns(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("scale", [3e4, 1e38])
 def test_what_overflows_in_one_row_stays_there(rng: random.Random, scale: float) -> None:
-    """A row is multiplied with its neighbours' columns on the way; an infinity there must not become its NaN."""
+    """An infinity of one row must not become its neighbour's NaN."""
     dtype = torch.float16 if scale < 1e5 else torch.bfloat16
     pool = _Pool(dtype, rng)
     mine, theirs = _adapter(pool, SHAPES, 8), _adapter(pool, SHAPES, 8)
-    deltas = Deltas([Piece(0, 1, mine.view), Piece(1, 2, theirs.view)], SHAPES)
+    deltas = Deltas([Piece(0, 1, mine.view), Piece(1, 2, theirs.view)], elements(pool.flat), LAYERS, SHAPES)
     x = torch.cat((torch.randn(1, 40), torch.full((1, 40), scale) * torch.randn(40).sign())).to(dtype)
     together, alone = torch.zeros(2, 88, dtype=dtype), torch.zeros(1, 88, dtype=dtype)
 
     deltas.add(together, x, 0, 0)
-    Deltas([Piece(0, 1, mine.view)], SHAPES).add(alone, x[:1], 0, 0)
+    Deltas([Piece(0, 1, mine.view)], elements(pool.flat), LAYERS, SHAPES).add(alone, x[:1], 0, 0)
 
     assert not torch.isfinite(together[1]).all()
     _assert_close(together[:1], alone)

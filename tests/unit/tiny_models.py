@@ -6,11 +6,11 @@ import json
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,11 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stencilpress.engine.image import adapter_digest
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
-from stencilpress.engine.model.llama import Decoder
+from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.plan import Fetched, FetchOrder, Placed, PlaceOrder
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, load_spec, page_geometry
+from stencilpress.kernels.sgmv.views import AdapterView
+
+if TYPE_CHECKING:
+    from stencilpress.engine.runner import Runner
 
 VOCAB = 97
 MAX_RANK = 96
@@ -89,10 +93,12 @@ def save_adapter(adapters_dir: Path, model_dir: Path, seed: int, **config: Any) 
     return digest
 
 
-def reference_logits(model_dir: Path, adapter_dir: Path | None, tokens: list[int]) -> Tensor:
+def reference_logits(
+    model_dir: Path, adapter_dir: Path | None, tokens: list[int], dtype: torch.dtype = torch.float32
+) -> Tensor:
     """What transformers, with PEFT for an adapter, computes for one sequence alone: (T, V)."""
     with _others_warnings():
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
         if adapter_dir is not None:
             model = PeftModel.from_pretrained(model, adapter_dir)
     with torch.inference_mode():
@@ -105,8 +111,15 @@ class Engine:
     """The device side of an engine on a model folder."""
 
     spec: ModelSpec
-    decoder: Decoder
+    weights: Weights
     memory: PoolMemory
+
+    def runner(self, adapter: Callable[[str], AdapterView]) -> Runner:
+        """On the CPU."""
+        from stencilpress.engine.model.cpu_llama import Decoder  # numba may be missing where a GPU computes
+        from stencilpress.engine.runner import Runner
+
+        return Runner(Decoder(self.spec, self.weights, self.spec.max_position), self.memory, adapter)
 
 
 def load_engine(model_dir: Path, pages: int, device: torch.device = CPU) -> Engine:
@@ -114,10 +127,10 @@ def load_engine(model_dir: Path, pages: int, device: torch.device = CPU) -> Engi
     spec = load_spec(model_dir)
     geometry = page_geometry(spec, MAX_RANK)
     settings = EngineSettings(model_dir=str(model_dir), adapters_dir="", pool_bytes=pages * geometry.page_bytes)
-    decoder = Decoder(spec, load_weights(model_dir, spec, device), spec.max_position)
+    weights = load_weights(model_dir, spec, device)
     memory = allocate_pool(spec, geometry, settings, device)
     memory.flat.fill_(torch.nan)
-    return Engine(spec, decoder, memory)
+    return Engine(spec, weights, memory)
 
 
 def placed_adapters(engine: Engine, adapters_dir: Path, digests: list[str], free: list[int]) -> Loader:
