@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from stencilpress.gateway.cache import AgeingCache
 from stencilpress.gateway.catalog.adapters import find_version
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import CatalogCache, Changes
 from stencilpress.gateway.errors import ModelNotFoundError
 from stencilpress.gateway.names import BaseNames, ModelRef, parse_model
 
-CACHE_TTL_S = 1.0
-"""How long after a promotion a gateway other than the one that made it may serve the old version."""
 CACHE_ENTRIES = 10_000
 
 
@@ -31,14 +27,13 @@ class Route:
 
 
 class Router:
-    """Resolves model names for one served base, remembering answers for :data:`CACHE_TTL_S`."""
+    """Resolves model names for one served base, remembering answers as long as ``changes`` vouches for them."""
 
-    def __init__(
-        self, db: Database, base: BaseNames, ttl_s: float = CACHE_TTL_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, db: Database, base: BaseNames, changes: Changes) -> None:
         self.base = base
         self._db = db
-        self._known: AgeingCache[tuple[int, ModelRef], Route] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
+        self._changes = changes
+        self._known: CatalogCache[tuple[int, ModelRef], Route] = CatalogCache(changes, CACHE_ENTRIES)
 
     async def resolve(self, tenant_id: int, model: str) -> Route:
         """Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or
@@ -49,13 +44,10 @@ class Router:
             return Route("", self.base.id)
         route = self._known.get((tenant_id, ref))
         if route is None:
+            seen = self._changes.seen
             route = await self._look_up(tenant_id, ref, model)
-            self._known.put((tenant_id, ref), route)
+            self._known.put((tenant_id, ref), tenant_id, seen, route)
         return route
-
-    def forget(self) -> None:
-        """Look everything up again: call it after a promotion or an upload."""
-        self._known.clear()
 
     async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> Route:
         version = await find_version(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)

@@ -19,7 +19,7 @@ from stencilpress.gateway.api.schemas import GenerationRequest
 from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
 from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
-from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
@@ -49,7 +49,8 @@ async def plan_generation(
 ) -> Generation:
     """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
     route = await services.router.resolve(caller.tenant_id, request.model)
-    limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens)
+    check_model(caller, request.model, route.adapter)
+    limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens, caller.limits)
     stop_ids = stop_ids_of(request, limits)
     template = Submit(
         id=0,  # the client numbers it

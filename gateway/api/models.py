@@ -9,6 +9,7 @@ from aiohttp import web
 
 from stencilpress.gateway.catalog.adapters import list_adapters
 from stencilpress.gateway.catalog.records import Adapter
+from stencilpress.gateway.keys import check_model
 from stencilpress.gateway.middleware import authenticate
 from stencilpress.gateway.names import DEFAULT_ALIAS
 from stencilpress.gateway.services import SERVICES, Services
@@ -18,9 +19,10 @@ async def list_models(request: web.Request) -> web.Response:
     """The base under each of its names, and the caller's adapters by the name that serves ``prod``."""
     services = request.app[SERVICES]
     caller = await authenticate(request)
-    bases = [_base_card(services, name) for name in services.base_names]
+    bases = [_base_card(services, name) for name in services.base_names if caller.scopes.allows_model("")]
     adapters = await list_adapters(services.db, caller.tenant_id)
-    served = [_adapter_card(services, adapter, caller.tenant) for adapter in adapters if _is_served(services, adapter)]
+    allowed = [adapter for adapter in adapters if caller.scopes.allows_model(adapter.name)]
+    served = [_adapter_card(services, adapter, caller.tenant) for adapter in allowed if _is_served(services, adapter)]
     return _json({"object": "list", "data": [*bases, *served]})
 
 
@@ -30,6 +32,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
     caller = await authenticate(request)
     name = request.match_info["model"]
     route = await services.router.resolve(caller.tenant_id, name)
+    check_model(caller, name, route.adapter)
     if not route.adapter:
         return _json(_base_card(services, name))
     card = _card(name, services.started_at, caller.tenant, root=route.echo, parent=services.router.base.id)

@@ -11,16 +11,25 @@ from sqlalchemy import Select, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
+from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.catalog.audit import Target, audit
+from stencilpress.gateway.catalog.limits import to_limits
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, TenantRow, VersionRow
 from stencilpress.gateway.catalog.records import Adapter, AddedVersion, NewVersion, TenantLimits, Version
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import to_limits
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
 from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, check_alias_name, is_name
 
 
 async def add_version(
-    db: Database, tenant_id: int, name: str, new: NewVersion, base: BaseNames, *, promote: bool | None = None
+    db: Database,
+    tenant_id: int,
+    name: str,
+    new: NewVersion,
+    base: BaseNames,
+    *,
+    promote: bool | None = None,
+    actor: Actor = SYSTEM,
 ) -> AddedVersion:
     """Add the next version of an adapter, which is created with its first one.
 
@@ -38,11 +47,14 @@ async def add_version(
         )
         created = row is None
         if row is None:
+            await _check_room(session, tenant, adapter, new)
             row = await _append(session, adapter, new)
+            after = {"digest": new.digest, "size_bytes": new.size_bytes, "base_id": new.base_id}
+            audit(session, actor, "version.add", Target("version", f"{name}@{row.number}", tenant_id), after=after)
         first = created and row.number == 1
         promoted = first if promote is None else promote
         if promoted:
-            await _point(session, adapter.id, DEFAULT_ALIAS, row.number)
+            await _point(session, adapter, DEFAULT_ALIAS, row.number, actor)
     return AddedVersion(_to_version(row, name), created, promoted)
 
 
@@ -61,7 +73,9 @@ def check_limits(new: NewVersion, limits: TenantLimits) -> None:
         raise _over_limit("target_modules", text)
 
 
-async def promote(db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS) -> Version:
+async def promote(
+    db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS, *, actor: Actor = SYSTEM
+) -> Version:
     """Point an alias at a version; requests that start from now on follow it.
 
     Raises :class:`InvalidRequestError` for the alias, :class:`NotFoundError` for an adapter or version,
@@ -74,7 +88,7 @@ async def promote(db: Database, tenant_id: int, name: str, number: int, alias: s
         row = await session.scalar(query) if is_name(name) else None
         if row is None:
             raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
-        await _point(session, row.adapter_id, alias, number)
+        await _point(session, await session.get_one(AdapterRow, row.adapter_id), alias, number, actor)
     return _to_version(row, name)
 
 
@@ -133,7 +147,7 @@ def _versions_of(tenant_id: int, name: str) -> Select[VersionRow]:
 
 async def _locked_tenant(session: AsyncSession, tenant_id: int) -> TenantRow:
     tenant = await session.scalar(select(TenantRow).where(TenantRow.id == tenant_id).with_for_update())
-    if tenant is None:
+    if tenant is None or tenant.deleted_at is not None:
         raise NotFoundError("tenant: does not exist", param="tenant")
     if tenant.disabled_at is not None:
         raise ConflictError(f"tenant: {tenant.name!r} is disabled", param="tenant")
@@ -155,6 +169,22 @@ async def _find_or_create(session: AsyncSession, tenant: TenantRow, name: str) -
     return adapter
 
 
+async def _check_room(session: AsyncSession, tenant: TenantRow, adapter: AdapterRow, new: NewVersion) -> None:
+    """Whether one more version fits the plan. Raises :class:`InvalidRequestError`."""
+    count = await session.scalar(select(func.count()).where(VersionRow.adapter_id == adapter.id)) or 0
+    if count >= tenant.max_versions:
+        text = f"the adapter has {count} versions and the tenant's max_versions is {tenant.max_versions}"
+        raise _over_limit("max_versions", text)
+    sizes = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
+    stored = int(await session.scalar(sizes.where(AdapterRow.tenant_id == tenant.id)) or 0)
+    if stored + new.size_bytes > tenant.stored_bytes:
+        text = (
+            f"{new.size_bytes} bytes on top of {stored} stored are more than the tenant's stored_bytes "
+            f"{tenant.stored_bytes}"
+        )
+        raise _over_limit("stored_bytes", text)
+
+
 async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -> VersionRow:
     last = await session.scalar(select(func.max(VersionRow.number)).where(VersionRow.adapter_id == adapter.id)) or 0
     row = VersionRow(
@@ -174,8 +204,12 @@ async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -
     return row
 
 
-async def _point(session: AsyncSession, adapter_id: int, alias: str, number: int) -> None:
-    await session.merge(AliasRow(adapter_id=adapter_id, name=alias, version=number, updated_at=datetime.now(UTC)))
+async def _point(session: AsyncSession, adapter: AdapterRow, alias: str, number: int, actor: Actor) -> None:
+    known = await session.get(AliasRow, (adapter.id, alias))
+    before = None if known is None else {"version": known.version}
+    await session.merge(AliasRow(adapter_id=adapter.id, name=alias, version=number, updated_at=datetime.now(UTC)))
+    target = Target("alias", f"{adapter.name}@{alias}", adapter.tenant_id)
+    audit(session, actor, "alias.point", target, before, {"version": number})
 
 
 def _to_version(row: VersionRow, adapter: str) -> Version:

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
+
+from stencilpress.gateway.access import EVERYTHING, Role, Scopes
 
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may use. ``target_modules`` None allows all; ``weight`` is its share when engines are full."""
+    """What a tenant may use: its plan. None is no limit of its own."""
 
     max_rank: int = 64
     max_adapters: int = 1000
     max_adapter_bytes: int = 1 << 30
     """Of one version, all files together."""
     target_modules: tuple[str, ...] | None = None
+    """The projections that its adapters may adapt."""
     weight: float = 1.0
+    """Its share beside others when engines are full."""
+    max_versions: int = 1000
+    """Of one adapter."""
+    stored_bytes: int = 1 << 40
+    """Of all versions of all its adapters together."""
+    max_tokens: int | None = None
+    """Longest answer that a request may ask for."""
+    default_max_tokens: int | None = None
+    """Longest answer of a request that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,11 @@ class Tenant:
     prefix_salt: bytes
     created_at: datetime
     disabled_at: datetime | None
+    deleted_at: datetime | None = None
+
+    @property
+    def in_force(self) -> bool:
+        return self.disabled_at is None and self.deleted_at is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,27 @@ class Key:
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    role: Role = Role.CALLER
+    scopes: Scopes = EVERYTHING
+    previous_expires_at: datetime | None = None
+    """Until when the secret before the last rotation is taken as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One change. ``before`` and ``after`` hold the fields that it changed."""
+
+    id: int
+    at: datetime
+    actor: str
+    role: str
+    tenant: str | None
+    action: str
+    target: str
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+    source: str
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

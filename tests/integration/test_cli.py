@@ -156,13 +156,14 @@ def test_the_data_folder_follows_the_xdg_specification(tmp_path: Path) -> None:
 def test_a_newer_catalog_is_refused_by_every_command(cli: Cli, data: Path) -> None:
     cli("migrate")
     assert "revision 0001" in cli("migrate", "--to", "0001").stdout
+    newest = cli("migrate").stdout.split()[-1]
     cli("tenant", "add", "acme")
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
         raw.execute("UPDATE alembic_version SET version_num = '9999'")
     for arguments in (["tenant", "list"], ["key", "create", "acme"], ["migrate"]):
         assert "schema 9999, newer than this version" in cli(*arguments, code=1).stderr
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
-        raw.execute("UPDATE alembic_version SET version_num = '0001'")
+        raw.execute("UPDATE alembic_version SET version_num = ?", (newest,))
     assert len(rows(cli("tenant", "list", "--json"))) == 1
 
 
