@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
@@ -100,28 +101,29 @@ async def _serve(settings: GatewaySettings) -> int:
 @asynccontextmanager
 async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
-    with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
-        async with (
-            Database(settings.database_url) as db,
-            EngineClient(Path(settings.engine_socket)) as engine,
-            _desk(settings, db, BaseNames.of(names)) as desk,
-        ):
-            await check_schema(db)
-            yield Services(
-                settings=settings,
-                db=db,
-                keys=KeyRing(db),
-                router=Router(db, BaseNames.of(names)),
-                engine=engine,
-                tokenizer=tokenizer,
-                base_names=names,
-                metrics=Metrics(),
-                drain=Drain(),
-                threads=threads,
-                started_at=int(time.time()),
-                websockets=WeakSet(),
-                desk=desk,
-            )
+    async with AsyncExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        db = await stack.enter_async_context(Database(settings.database_url))
+        engine = await stack.enter_async_context(EngineClient(Path(settings.engine_socket)))
+        await check_schema(db)
+        changes = Changes(db)
+        await stack.enter_async_context(changes.following())
+        yield Services(
+            settings=settings,
+            db=db,
+            changes=changes,
+            keys=KeyRing(db, changes),
+            router=Router(db, BaseNames.of(names), changes),
+            engine=engine,
+            tokenizer=tokenizer,
+            base_names=names,
+            metrics=Metrics(),
+            drain=Drain(),
+            threads=threads,
+            started_at=int(time.time()),
+            websockets=WeakSet(),
+            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
+        )
 
 
 @asynccontextmanager

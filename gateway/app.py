@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from stencilpress.gateway.api import chat, completions, health, models, ws
+from stencilpress.gateway.api.admin.router import add_admin_routes
 from stencilpress.gateway.middleware import name_response, observe
 from stencilpress.gateway.services import SERVICES, Services
 
@@ -21,6 +22,7 @@ def create_app(services: Services) -> web.Application:
     app.router.add_post("/v1/completions", completions.create_completion)
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{model:.+}", models.retrieve_model)
+    add_admin_routes(app.router)
     app.router.add_get("/healthz", health.healthz)
     app.router.add_get("/readyz", health.readyz)
     app.router.add_get("/metrics", health.metrics)

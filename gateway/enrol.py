@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stencilpress.engine.image_format import image_name
 from stencilpress.engine.spec import load_spec
+from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular
 from stencilpress.gateway.catalog.adapters import add_version, list_digests
@@ -58,6 +59,7 @@ class Enrolment:
         *,
         assert_base: bool = False,
         promote: bool | None = None,
+        actor: Actor = SYSTEM,
     ) -> AddedVersion:
         """Add the two files of an adapter folder as the next version of ``name``; ``promote`` as in ``add_version``.
 
@@ -67,7 +69,9 @@ class Enrolment:
         async with self.stage(name, tenant_id, limits) as staging:
             for file in FILES:
                 await _receive(staging, folder / file)
-            return await self.add_staged(staging, name, tenant_id, limits, assert_base=assert_base, promote=promote)
+            return await self.add_staged(
+                staging, name, tenant_id, limits, assert_base=assert_base, promote=promote, actor=actor
+            )
 
     @asynccontextmanager
     async def stage(self, name: str, tenant_id: int, limits: TenantLimits) -> AsyncIterator[Staging]:
@@ -90,6 +94,7 @@ class Enrolment:
         archive: str = "",
         assert_base: bool = False,
         promote: bool | None = None,
+        actor: Actor = SYSTEM,
     ) -> AddedVersion:
         """Add what lies in a staging folder: the two files, or an ``archive`` of them. Raises as :meth:`add_folder`."""
         check: BaseCheck = "asserted" if assert_base else "named"
@@ -97,7 +102,8 @@ class Enrolment:
         async with self.gate.turn(tenant_id):
             accepted = await self._validate(staging.folder, allowed, check, archive)
         await staging.publish(accepted)  # locked until the staging ends, so the row comes in time
-        added = await add_version(self._db, tenant_id, name, _new_version(accepted), self._base, promote=promote)
+        new = _new_version(accepted)
+        added = await add_version(self._db, tenant_id, name, new, self._base, promote=promote, actor=actor)
         return replace(added, modules=accepted.modules)
 
     async def rebuild_images(self) -> AsyncIterator[tuple[str, InvalidAdapterError | None]]:

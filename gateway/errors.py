@@ -7,7 +7,7 @@ a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -118,6 +118,21 @@ class SmokeRequiredError(ConflictError):
     def __init__(self, version: int) -> None:
         super().__init__(f"version: {version} must pass the adapter's smoke prompts first", param="version")
         self.version = version
+
+
+class SmokeFailedError(ApiError):
+    """A version did not pass the adapter's smoke prompts, so the alias stays where it is. ``results`` says why."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "smoke_failed"
+
+    def __init__(self, version: int, results: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(f"version: {version} did not pass the adapter's smoke prompts", param="version")
+        self.results = results
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "results": list(self.results)}
 
 
 class RequestTooLargeError(ApiError):

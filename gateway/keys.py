@@ -12,21 +12,36 @@ import hmac
 import re
 import secrets
 import string
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from stencilpress.gateway.cache import AgeingCache
-from stencilpress.gateway.catalog.credentials import Credential, find_credential, insert_key
+from stencilpress.gateway.access import (
+    EVERYTHING,
+    SYSTEM,
+    Actor,
+    Permission,
+    Role,
+    Scopes,
+    check_permission,
+    check_scopes,
+)
+from stencilpress.gateway.catalog import credentials
+from stencilpress.gateway.catalog.credentials import Credential, find_credential, insert_key, rotate_secret
 from stencilpress.gateway.catalog.records import Key, TenantLimits
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.errors import AuthenticationError, InvalidRequestError
+from stencilpress.gateway.changes import CatalogCache, Changes
+from stencilpress.gateway.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PermissionDeniedError,
+)
 
-CACHE_TTL_S = 1.0
-"""How long a revoked key may still work in a gateway other than the one that revoked it."""
-CACHE_ENTRIES = 10_000
+CACHE_ENTRIES = 100_000
 MAX_LABEL_CHARS = 100
+MAX_OVERLAP = timedelta(days=30)
 
 _ALPHABET = string.ascii_letters + string.digits
 _PUBLIC_CHARS = 12
@@ -52,33 +67,93 @@ class Principal:
     key_id: str
     limits: TenantLimits
     salt: bytes
+    role: Role = Role.CALLER
+    scopes: Scopes = EVERYTHING
 
 
-async def issue_key(db: Database, tenant: str, label: str = "", expires_at: datetime | None = None) -> IssuedKey:
+async def issue_key(
+    db: Database,
+    tenant: str,
+    label: str = "",
+    expires_at: datetime | None = None,
+    *,
+    role: Role = Role.CALLER,
+    scopes: Scopes = EVERYTHING,
+    actor: Actor = SYSTEM,
+) -> IssuedKey:
     """Make a key for a tenant; ``expires_at`` is aware.
 
-    Raises :class:`InvalidRequestError` (label), :class:`NotFoundError`, :class:`ConflictError` (tenant disabled).
+    Raises :class:`InvalidRequestError` (label, scopes), :class:`NotFoundError`, :class:`ConflictError` (tenant
+    disabled), :class:`PermissionDeniedError` if it would exceed the actor's.
     """
-    if len(label) > MAX_LABEL_CHARS:
-        raise InvalidRequestError(f"label: {len(label)} characters are more than {MAX_LABEL_CHARS}", param="label")
-    if not label.isprintable():
-        raise InvalidRequestError("label: control characters are not allowed", param="label")
+    scopes = check_scopes(scopes.models, scopes.routes)
     public_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_PUBLIC_CHARS))
-    secret = "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET_CHARS))
-    key = Key(public_id, tenant, label, secret[-4:], datetime.now(UTC), expires_at, None)
-    await insert_key(db, key, _hash(public_id, secret))
+    secret = _new_secret()
+    key = Key(public_id, tenant, _checked_label(label), secret[-4:], datetime.now(UTC), expires_at, None, role, scopes)
+    await insert_key(db, key, _hash(public_id, secret), actor=actor)
     return IssuedKey(key, f"sp_{public_id}_{secret}")
 
 
+async def rotate_key(
+    db: Database, public_id: str, overlap: timedelta, tenant: str | None = None, *, actor: Actor = SYSTEM
+) -> IssuedKey:
+    """Give a key a new secret; both are taken for ``overlap``. Its id, role and scopes stay.
+
+    Raises :class:`InvalidRequestError` (overlap), :class:`NotFoundError`, :class:`ConflictError` (revoked).
+    """
+    if not timedelta() <= overlap <= MAX_OVERLAP:
+        text = f"must be between 0 and {int(MAX_OVERLAP.total_seconds())} seconds, got {int(overlap.total_seconds())}"
+        raise InvalidRequestError(f"overlap_s: {text}", param="overlap_s")
+    secret = _new_secret()
+    until = datetime.now(UTC) + overlap
+    key = await rotate_secret(db, public_id, _hash(public_id, secret), secret[-4:], until, tenant, actor=actor)
+    return IssuedKey(key, f"sp_{public_id}_{secret}")
+
+
+async def change_key(
+    db: Database, public_id: str, changes: Mapping[str, Any], tenant: str | None = None, *, actor: Actor = SYSTEM
+) -> Key:
+    """Change ``label``, ``expires_at``, ``models`` or ``routes`` of a key; what is not in ``changes`` stays.
+
+    Raises :class:`InvalidRequestError` (label, scopes), :class:`NotFoundError`, :class:`PermissionDeniedError` if it
+    would exceed the actor's.
+    """
+
+    def apply(key: Key) -> Key:
+        scopes = check_scopes(changes.get("models", key.scopes.models), changes.get("routes", key.scopes.routes))
+        label = _checked_label(changes.get("label", key.label))
+        return replace(key, label=label, expires_at=changes.get("expires_at", key.expires_at), scopes=scopes)
+
+    return await credentials.change_key(db, public_id, apply, tenant, actor=actor)
+
+
+def check_route(principal: Principal, path: str) -> None:
+    """Whether the key may use a route at all, by its role and scopes. Raises :class:`PermissionDeniedError`."""
+    if path.startswith("/v1/"):
+        check_permission(principal.role, Permission.CALL)
+    if not principal.scopes.allows_route(path):
+        raise PermissionDeniedError("This key is confined to other routes.")
+
+
+def check_model(principal: Principal, model: str, adapter: str) -> None:
+    """Whether the key's scopes allow what ``model`` resolved to, "" for the base.
+
+    Raises :class:`ModelNotFoundError`, so that a key learns nothing of what it is kept from.
+    """
+    if not principal.scopes.allows_model(adapter):
+        raise ModelNotFoundError(model)
+
+
 class KeyRing:
-    """Authenticates tokens, remembering good ones for :data:`CACHE_TTL_S` so that a busy key costs no SQL.
+    """Authenticates tokens, remembering good ones as long as ``changes`` vouches for them: a busy key costs no SQL.
 
     When the database is away, unknown and forgotten keys fail with ``UnavailableError``: closed, not open.
     """
 
-    def __init__(self, db: Database, ttl_s: float = CACHE_TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, db: Database, changes: Changes) -> None:
         self._db = db
-        self._known: AgeingCache[bytes, Credential] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
+        self._changes = changes
+        self._known: CatalogCache[bytes, Credential] = CatalogCache(changes, CACHE_ENTRIES)
 
     async def authenticate(self, token: str) -> Principal:
         """Raises :class:`AuthenticationError`, the same for every reason, or :class:`UnavailableError`."""
@@ -89,36 +164,53 @@ class KeyRing:
         credential = self._known.get(digest)
         if credential is None:
             credential = await self._look_up(match[1], digest)
-        if not _in_force(credential):
+        if not _in_force(credential, digest):
             raise _refusal()
         return _principal(credential)
 
     async def _look_up(self, public_id: str, digest: bytes) -> Credential:
+        seen = self._changes.seen
         credential = await find_credential(self._db, public_id)
-        stored = _NO_HASH if credential is None else credential.secret_hash
-        if not hmac.compare_digest(stored, digest) or credential is None:
+        if not _opens(digest, credential) or credential is None:
             raise _refusal()
-        self._known.put(digest, credential)
+        self._known.put(digest, credential.tenant.id, seen, credential)
         return credential
-
-    def forget(self) -> None:
-        """Look everything up again: call it after revoking a key or disabling a tenant."""
-        self._known.clear()
 
 
 def _refusal() -> AuthenticationError:
     return AuthenticationError("Incorrect API key provided.")
 
 
-def _in_force(credential: Credential) -> bool:
-    key = credential.key
-    expired = key.expires_at is not None and key.expires_at <= datetime.now(UTC)
-    return not expired and key.revoked_at is None and credential.tenant.disabled_at is None
+def _opens(digest: bytes, credential: Credential | None) -> bool:
+    """Whether the digest is that of the secret or of the one before; always two comparisons."""
+    current = _NO_HASH if credential is None else credential.secret_hash
+    previous = _NO_HASH if credential is None or credential.previous_hash is None else credential.previous_hash
+    return hmac.compare_digest(current, digest) | hmac.compare_digest(previous, digest)
+
+
+def _in_force(credential: Credential, digest: bytes) -> bool:
+    key, now = credential.key, datetime.now(UTC)
+    until = key.expires_at
+    if digest != credential.secret_hash and key.previous_expires_at is not None:
+        until = min(key.previous_expires_at, until or key.previous_expires_at)
+    return (until is None or until > now) and key.revoked_at is None and credential.tenant.in_force
 
 
 def _principal(credential: Credential) -> Principal:
-    tenant = credential.tenant
-    return Principal(tenant.id, tenant.name, credential.key.public_id, tenant.limits, tenant.prefix_salt)
+    tenant, key = credential.tenant, credential.key
+    return Principal(tenant.id, tenant.name, key.public_id, tenant.limits, tenant.prefix_salt, key.role, key.scopes)
+
+
+def _new_secret() -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET_CHARS))
+
+
+def _checked_label(label: str) -> str:
+    if len(label) > MAX_LABEL_CHARS:
+        raise InvalidRequestError(f"label: {len(label)} characters are more than {MAX_LABEL_CHARS}", param="label")
+    if not label.isprintable():
+        raise InvalidRequestError("label: control characters are not allowed", param="label")
+    return label
 
 
 def _hash(public_id: str, secret: str) -> bytes:

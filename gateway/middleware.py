@@ -18,7 +18,7 @@ from stencilpress.gateway.errors import (
     NotFoundError,
     RequestTooLargeError,
 )
-from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.keys import Principal, check_route
 from stencilpress.gateway.services import SERVICES
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -95,14 +95,21 @@ async def name_response(request: web.Request, response: web.StreamResponse) -> N
 
 
 async def authenticate(request: web.Request) -> Principal:
-    """Who is asking, by ``Authorization: Bearer``. Raises :class:`AuthenticationError`."""
+    """Who is asking, by ``Authorization: Bearer``.
+
+    Raises :class:`AuthenticationError`, :class:`PermissionDeniedError` if the key may not use this route.
+    """
     return await authenticate_token(request, bearer_token(request))
 
 
 async def authenticate_token(request: web.Request, token: str) -> Principal:
-    """Who a key belongs to; also names the caller for the log. Raises :class:`AuthenticationError`."""
+    """Who a key belongs to; also names the caller for the log.
+
+    Raises :class:`AuthenticationError`, :class:`PermissionDeniedError` if the key may not use this route.
+    """
     caller = await request.app[SERVICES].keys.authenticate(token)
     request[CALLER] = caller
+    check_route(caller, _route(request))
     return caller
 
 

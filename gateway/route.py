@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from stencilpress.gateway.cache import AgeingCache
 from stencilpress.gateway.catalog.adapters import find_target
 from stencilpress.gateway.catalog.records import Resolved, Version
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import CatalogCache, Changes
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ModelNotFoundError
 from stencilpress.gateway.names import BaseNames, ModelRef, parse_model
 
-CACHE_TTL_S = 1.0
-"""How long after a promotion a gateway other than the one that made it may serve the old version."""
 CACHE_ENTRIES = 10_000
 
 
@@ -56,14 +52,13 @@ def takes_canary(seed: str, user: str, percent: int) -> bool:
 
 
 class Router:
-    """Resolves model names for one served base, remembering answers for :data:`CACHE_TTL_S`."""
+    """Resolves model names for one served base, remembering answers as long as ``changes`` vouches for them."""
 
-    def __init__(
-        self, db: Database, base: BaseNames, ttl_s: float = CACHE_TTL_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, db: Database, base: BaseNames, changes: Changes) -> None:
         self.base = base
         self._db = db
-        self._known: AgeingCache[tuple[int, ModelRef], _Choice] = AgeingCache(ttl_s, CACHE_ENTRIES, clock)
+        self._changes = changes
+        self._known: CatalogCache[tuple[int, ModelRef], _Choice] = CatalogCache(changes, CACHE_ENTRIES)
 
     async def resolve(self, tenant_id: int, model: str, user: str = "") -> Route:
         """The version that ``user`` gets: with a canary always the same one.
@@ -77,18 +72,16 @@ class Router:
         choice = self._known.get((tenant_id, ref))
         if choice is None:
             choice = await self._look_up(tenant_id, ref, model)
-            self._known.put((tenant_id, ref), choice)
         return choice.of(user)
 
-    def forget(self) -> None:
-        """Look everything up again: call it after a promotion or an upload."""
-        self._known.clear()
-
     async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> _Choice:
+        seen = self._changes.seen
         target = await find_target(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)
         if target is None or target.version.base_id != self.base.id:
             raise ModelNotFoundError(model)
-        return _choice(target, ref, self.base.id)
+        choice = _choice(target, ref, self.base.id)
+        self._known.put((tenant_id, ref), target.owner_id, seen, choice)  # what its owner changes counts, guest or not
+        return choice
 
 
 def _choice(target: Resolved, ref: ModelRef, base_id: str) -> _Choice:

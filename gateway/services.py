@@ -14,6 +14,7 @@ from aiohttp import web
 
 from stencilpress.engine.client import EngineClient
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
@@ -34,6 +35,7 @@ class Services:
 
     settings: GatewaySettings
     db: Database
+    changes: Changes
     keys: KeyRing
     router: Router
     engine: EngineClient

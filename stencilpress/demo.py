@@ -22,6 +22,7 @@ from stencilpress.gateway.catalog.adapters import list_adapters
 from stencilpress.gateway.catalog.records import Adapter, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.enrol import FILES, Enrolment
 from stencilpress.gateway.errors import AuthenticationError, ConflictError, InvalidAdapterError
 from stencilpress.gateway.keys import KeyRing, issue_key
@@ -103,7 +104,7 @@ async def _key(db: Database, file: Path) -> str:
     """The key of the last start, unless it has been revoked or the catalog is another one."""
     token = await asyncio.to_thread(_read, file)
     try:
-        await KeyRing(db).authenticate(token)
+        await KeyRing(db, Changes(db)).authenticate(token)
     except AuthenticationError:
         token = (await issue_key(db, TENANT, "demo")).token
         await asyncio.to_thread(_write_private, file, token)

@@ -19,7 +19,7 @@ from stencilpress.gateway.api.schemas import GenerationRequest
 from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
 from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
-from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
@@ -51,7 +51,9 @@ async def find_route(services: Services, caller: Principal, request: GenerationR
         if model not in services.router.base.names:
             raise InvalidRequestError("'adapter_id' and 'model' name different adapters.", param="adapter_id")
         model = request.adapter_id
-    return await services.router.resolve(caller.tenant_id, model, request.user or caller.key_id)
+    route = await services.router.resolve(caller.tenant_id, model, request.user or caller.key_id)
+    check_model(caller, model, route.adapter)
+    return route
 
 
 async def plan_generation(
@@ -63,7 +65,7 @@ async def plan_generation(
     prompt_field: str,
 ) -> Generation:
     """Check the request against the engine's limits. Raises an :class:`ApiError`."""
-    limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens)
+    limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens, caller.limits)
     stop_ids = stop_ids_of(request, limits)
     template = Submit(
         id=0,  # the client numbers it

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from stencilpress.engine.messages import Sampling, Welcome
 from stencilpress.gateway.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ContextLengthError, InvalidRequestError
 
 LEAST_TOP_P = 1e-6
@@ -23,10 +24,16 @@ class Limits:
     vocab_size: int
     default_max_tokens: int
     eos_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    """The most that a request of the tenant may ask for."""
 
     @classmethod
-    def of(cls, welcome: Welcome, default_max_tokens: int) -> Limits:
-        return cls(welcome.max_model_len, welcome.vocab_size, default_max_tokens, welcome.eos_ids)
+    def of(cls, welcome: Welcome, default_max_tokens: int, plan: TenantLimits) -> Limits:
+        """The engine's, and of the server's and the tenant's the narrower."""
+        default = plan.default_max_tokens or default_max_tokens
+        if plan.max_tokens is not None:
+            default = min(default, plan.max_tokens)
+        return cls(welcome.max_model_len, welcome.vocab_size, default, welcome.eos_ids, plan.max_tokens)
 
 
 def sampling_of(request: GenerationRequest, limits: Limits) -> Sampling:
@@ -65,6 +72,11 @@ def max_tokens_of(request: GenerationRequest, prompt: Sequence[int], limits: Lim
     field, asked = _asked_max_tokens(request)
     if asked is None:
         return min(left, limits.default_max_tokens)
+    if limits.max_tokens is not None and asked > limits.max_tokens:
+        raise InvalidRequestError(
+            f"Invalid value for '{field}': {asked} is more than your tenant may ask for, {limits.max_tokens}.",
+            param=field,
+        )
     if asked > left:
         raise ContextLengthError(
             f"This model's maximum context length is {limits.max_model_len} tokens. You asked for "

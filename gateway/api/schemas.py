@@ -218,7 +218,7 @@ def _parse(body: bytes | msgspec.Raw, kind: type[R], decode: Any, refused: dict[
     except UnicodeDecodeError:
         raise InvalidRequestError("The body is not valid UTF-8.", code="invalid_json") from None
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from None
+        raise validation_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError):
         raise InvalidRequestError("The body is not valid JSON.", code="invalid_json") from None
     if request.stream_options is not None and not request.stream:
@@ -255,7 +255,7 @@ def _check_refused(fields: dict[str, msgspec.Raw], refused: dict[str, tuple[Any,
             )
 
 
-def _validation_error(text: str) -> InvalidRequestError:
+def validation_error(text: str) -> InvalidRequestError:
     """msgspec names the place in JSONPath; clients expect OpenAI's ``param``."""
     if missing := re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*?)`)?", text):
         name = f"{missing[2]}.{missing[1]}" if missing[2] else missing[1]

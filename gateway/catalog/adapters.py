@@ -12,7 +12,10 @@ from sqlalchemy import Select, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
+from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.catalog.aliases import locked_adapter, locked_tenant, move_alias, point_first
+from stencilpress.gateway.catalog.audit import Target, audit
+from stencilpress.gateway.catalog.limits import to_limits
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, ShareRow, TenantRow, VersionRow
 from stencilpress.gateway.catalog.records import (
     Adapter,
@@ -25,14 +28,20 @@ from stencilpress.gateway.catalog.records import (
     Version,
 )
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import to_limits
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
 from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, is_name
 
 
 async def add_version(
-    db: Database, tenant_id: int, name: str, new: NewVersion, base: BaseNames, *, promote: bool | None = None
+    db: Database,
+    tenant_id: int,
+    name: str,
+    new: NewVersion,
+    base: BaseNames,
+    *,
+    promote: bool | None = None,
+    actor: Actor = SYSTEM,
 ) -> AddedVersion:
     """Add the next version of an adapter, which is created with its first one.
 
@@ -51,12 +60,17 @@ async def add_version(
         )
         created = row is None
         if row is None:
+            await _check_room(session, tenant, adapter, new)
             row = await _append(session, adapter, new)
-        row.deleted_at = None
+            after = {"digest": new.digest, "size_bytes": new.size_bytes, "base_id": new.base_id}
+            audit(session, actor, "version.add", Target("version", f"{name}@{row.number}", tenant_id), after=after)
+        elif row.deleted_at is not None:
+            row.deleted_at = None
+            audit(session, actor, "version.restore", Target("version", f"{name}@{row.number}", tenant_id))
         first = created and row.number == 1
         promoted = first if promote is None else promote
         if promoted:
-            promoted = await point_first(session, adapter, row.number)
+            promoted = await point_first(session, adapter, row.number, actor)
     return AddedVersion(_to_version(row, name), created, promoted)
 
 
@@ -75,9 +89,11 @@ def check_limits(new: NewVersion, limits: TenantLimits) -> None:
         raise _over_limit("target_modules", text)
 
 
-async def promote(db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS) -> Version:
+async def promote(
+    db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS, *, actor: Actor = SYSTEM
+) -> Version:
     """Point an alias at a version, wherever it is now. Raises as :func:`move_alias` does."""
-    await move_alias(db, tenant_id, name, alias, AliasTarget(number))
+    await move_alias(db, tenant_id, name, alias, AliasTarget(number), actor=actor)
     version = await find_version(db, tenant_id, name, number=number)
     if version is None:
         raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
@@ -116,14 +132,21 @@ async def find_target(
         other = await _live(session, adapter, canary.version) if canary is not None else None
     if stable is None:
         return None
-    return Resolved(adapter.id, stable, other, canary.percent if canary is not None and other is not None else 0)
+    return Resolved(
+        adapter.id, adapter.tenant_id, stable, other, canary.percent if canary is not None and other is not None else 0
+    )
 
 
-async def list_adapters(db: Database, tenant_id: int, *, deleted: bool = False) -> tuple[Adapter, ...]:
-    """A tenant's adapters by name, with versions and aliases; deleted ones only if asked for."""
+async def list_adapters(
+    db: Database, tenant_id: int, *, deleted: bool = False, after: str = "", limit: int | None = None
+) -> tuple[Adapter, ...]:
+    """A tenant's adapters by name, with versions and aliases, from behind ``after``; deleted ones only if asked for."""
+    query = _adapters_of(tenant_id, deleted=deleted)
+    if after:
+        query = query.where(AdapterRow.name > after)
     async with db.read() as session:
-        rows = await session.scalars(_adapters_of(tenant_id, deleted=deleted))
-        return tuple(sorted((_to_adapter(row, deleted) for row in rows), key=lambda adapter: adapter.name))
+        rows = await session.scalars(query.order_by(AdapterRow.name).limit(limit))
+        return tuple(_to_adapter(row, deleted) for row in rows)
 
 
 async def list_shared(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
@@ -135,14 +158,19 @@ async def list_shared(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
         return tuple(sorted((_to_adapter(row) for row in rows), key=lambda adapter: adapter.name))
 
 
-async def set_defaults(db: Database, tenant_id: int, name: str, number: int, defaults: VersionDefaults) -> Version:
+async def set_defaults(
+    db: Database, tenant_id: int, name: str, number: int, defaults: VersionDefaults, *, actor: Actor = SYSTEM
+) -> Version:
     """Replace what a version brings along. Raises :class:`NotFoundError`."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name)
         row = await _live_row(session, adapter, number)
         if row is None:
             raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
-        row.defaults = msgspec.to_builtins(defaults) or None
+        before, after = row.defaults or {}, msgspec.to_builtins(defaults)
+        row.defaults = after or None
+        target = Target("version", f"{name}@{number}", tenant_id)
+        audit(session, actor, "version.defaults", target, {"defaults": before}, {"defaults": after})
     return _to_version(row, name)
 
 
@@ -219,6 +247,22 @@ async def _find_or_create(session: AsyncSession, tenant: TenantRow, name: str) -
     session.add(adapter)
     await session.flush()
     return adapter
+
+
+async def _check_room(session: AsyncSession, tenant: TenantRow, adapter: AdapterRow, new: NewVersion) -> None:
+    """Whether one more version fits the plan. Raises :class:`InvalidRequestError`."""
+    count = await session.scalar(select(func.count()).where(VersionRow.adapter_id == adapter.id)) or 0
+    if count >= tenant.max_versions:
+        text = f"the adapter has {count} versions and the tenant's max_versions is {tenant.max_versions}"
+        raise _over_limit("max_versions", text)
+    sizes = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
+    stored = int(await session.scalar(sizes.where(AdapterRow.tenant_id == tenant.id)) or 0)
+    if stored + new.size_bytes > tenant.stored_bytes:
+        text = (
+            f"{new.size_bytes} bytes on top of {stored} stored are more than the tenant's stored_bytes "
+            f"{tenant.stored_bytes}"
+        )
+        raise _over_limit("stored_bytes", text)
 
 
 async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -> VersionRow:

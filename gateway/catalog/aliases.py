@@ -6,11 +6,15 @@ the same state one wins.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import (
     AdapterRow,
     AliasMoveRow,
@@ -21,7 +25,7 @@ from stencilpress.gateway.catalog.models import (
     TenantRow,
     VersionRow,
 )
-from stencilpress.gateway.catalog.records import Alias, AliasMove, AliasTarget, Author, Canary, Expected
+from stencilpress.gateway.catalog.records import Alias, AliasMove, AliasTarget, Canary, Expected
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import (
     AliasMovedError,
@@ -44,7 +48,8 @@ async def move_alias(
     target: AliasTarget,
     *,
     expected: Expected = UNCHECKED,
-    by: Author | None = None,
+    reason: str = "",
+    actor: Actor = SYSTEM,
 ) -> Alias:
     """Point an alias at a version, or at two; requests that start from now on follow it.
 
@@ -66,11 +71,19 @@ async def move_alias(
         if before == target and row is not None:
             return Alias(name, alias, target, row.move_id, row.updated_at, changed=False)
         parent = row.move_id if row is not None else None
-        return await _apply(session, adapter, alias, target, "move", parent, by or Author())
+        audit(session, actor, "alias.move", _subject(adapter, alias), _facts(before), _facts(target))
+        return await _apply(session, adapter, alias, target, _Move("move", parent, actor, reason))
 
 
 async def roll_back(
-    db: Database, tenant_id: int, name: str, alias: str, *, expected: Expected = UNCHECKED, by: Author | None = None
+    db: Database,
+    tenant_id: int,
+    name: str,
+    alias: str,
+    *,
+    expected: Expected = UNCHECKED,
+    reason: str = "",
+    actor: Actor = SYSTEM,
 ) -> Alias:
     """Take back the last move of an alias; repeated, the one before it. Smoke prompts are not asked for.
 
@@ -91,24 +104,26 @@ async def roll_back(
         target = _target_of(earlier) if earlier is not None else None
         if earlier is None or target is None:
             raise ConflictError(f"alias: {name}@{alias} has no earlier state to go back to", param="alias")
-        return await _apply(session, adapter, alias, target, "rollback", earlier.parent_id, by or Author())
+        before = _facts(await _state(session, row))
+        audit(session, actor, "alias.rollback", _subject(adapter, alias), before, _facts(target))
+        return await _apply(session, adapter, alias, target, _Move("rollback", earlier.parent_id, actor, reason))
 
 
 async def remove_alias(
-    db: Database, tenant_id: int, name: str, alias: str, *, expected: Expected = UNCHECKED, by: Author | None = None
+    db: Database, tenant_id: int, name: str, alias: str, *, expected: Expected = UNCHECKED, actor: Actor = SYSTEM
 ) -> None:
     """Take an alias away; requests that name it then get the 404 of a model that does not exist."""
     check_alias_name(alias)
-    author = by or Author()
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name)
         row = await session.get(AliasRow, (adapter.id, alias))
         if row is None:
             raise NotFoundError(f"alias: {name}@{alias} does not exist", param="alias")
         _check_expected(name, alias, row, expected)
+        audit(session, actor, "alias.remove", _subject(adapter, alias), _facts(await _state(session, row)))
         await _set_canary(session, adapter.id, alias, None)
         await session.delete(row)
-        session.add(_move_row(adapter.id, alias, None, "remove", row.move_id or None, author))
+        session.add(_move_row(adapter.id, alias, None, _Move("remove", row.move_id, actor)))
 
 
 async def list_moves(
@@ -144,21 +159,23 @@ async def locked_adapter(session: AsyncSession, tenant_id: int, name: str, *, de
 async def locked_tenant(session: AsyncSession, tenant_id: int) -> TenantRow:
     """Raises :class:`NotFoundError`, :class:`ConflictError` for a disabled tenant."""
     tenant = await session.scalar(select(TenantRow).where(TenantRow.id == tenant_id).with_for_update())
-    if tenant is None:
+    if tenant is None or tenant.deleted_at is not None:
         raise NotFoundError("tenant: does not exist", param="tenant")
     if tenant.disabled_at is not None:
         raise ConflictError(f"tenant: {tenant.name!r} is disabled", param="tenant")
     return tenant
 
 
-async def point_first(session: AsyncSession, adapter: AdapterRow, number: int) -> bool:
+async def point_first(session: AsyncSession, adapter: AdapterRow, number: int, actor: Actor) -> bool:
     """Point ``prod`` at a version that was just added, unless smoke prompts stand in front of it."""
     if await session.get(SmokeSuiteRow, adapter.id) is not None:
         return False
     row = await session.get(AliasRow, (adapter.id, DEFAULT_ALIAS))
-    if row is None or await _state(session, row) != AliasTarget(number):
+    before, target = await _state(session, row), AliasTarget(number)
+    if before != target:
         parent = row.move_id if row is not None else None
-        await _apply(session, adapter, DEFAULT_ALIAS, AliasTarget(number), "move", parent, Author())
+        audit(session, actor, "alias.move", _subject(adapter, DEFAULT_ALIAS), _facts(before), _facts(target))
+        await _apply(session, adapter, DEFAULT_ALIAS, target, _Move("move", parent, actor))
     return True
 
 
@@ -184,42 +201,57 @@ async def require_smoke(session: AsyncSession, adapter_id: int, numbers: set[int
             raise SmokeRequiredError(number)
 
 
-async def _apply(
-    session: AsyncSession,
-    adapter: AdapterRow,
-    alias: str,
-    target: AliasTarget,
-    kind: str,
-    parent: int | None,
-    by: Author,
-) -> Alias:
-    move = _move_row(adapter.id, alias, target, kind, parent or None, by)
-    session.add(move)
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """How a state came about; ``parent`` is the move to which a rollback goes."""
+
+    kind: str
+    parent: int | None
+    actor: Actor
+    reason: str = ""
+
+
+async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Move) -> Alias:
+    made = _move_row(adapter.id, alias, target, move)
+    session.add(made)
     await session.flush()
     await _set_canary(session, adapter.id, alias, None)
-    row = AliasRow(adapter_id=adapter.id, name=alias, version=target.version, updated_at=move.at, move_id=move.id)
+    row = AliasRow(adapter_id=adapter.id, name=alias, version=target.version, updated_at=made.at, move_id=made.id)
     await session.merge(row)
     await session.flush()
     await _set_canary(session, adapter.id, alias, target.canary)
-    return Alias(adapter.name, alias, target, move.id, move.at)
+    return Alias(adapter.name, alias, target, made.id, made.at)
 
 
-def _move_row(
-    adapter_id: int, alias: str, target: AliasTarget | None, kind: str, parent: int | None, by: Author
-) -> AliasMoveRow:
+def _move_row(adapter_id: int, alias: str, target: AliasTarget | None, move: _Move) -> AliasMoveRow:
     canary = target.canary if target is not None else None
     return AliasMoveRow(
         adapter_id=adapter_id,
         alias=alias,
-        kind=kind,
+        kind=move.kind,
         version=target.version if target is not None else 0,
         canary_version=canary.version if canary is not None else None,
         canary_percent=canary.percent if canary is not None else None,
-        parent_id=parent,
-        actor=by.actor[:100],
-        reason=by.reason[:500],
+        parent_id=move.parent or None,
+        actor=move.actor.name[:100],
+        reason=move.reason[:500],
         at=datetime.now(UTC),
     )
+
+
+def _subject(adapter: AdapterRow, alias: str) -> Target:
+    return Target("alias", f"{adapter.name}@{alias}", adapter.tenant_id)
+
+
+def _facts(target: AliasTarget | None) -> dict[str, Any] | None:
+    """What an audit entry shows of an alias's state."""
+    if target is None:
+        return None
+    canary = target.canary
+    return {
+        "version": target.version,
+        "canary": None if canary is None else {"version": canary.version, "percent": canary.percent},
+    }
 
 
 async def _set_canary(session: AsyncSession, adapter_id: int, alias: str, canary: Canary | None) -> None:

@@ -9,7 +9,9 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.catalog.aliases import find_adapter, locked_adapter
+from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import (
     AdapterRow,
     AliasMoveRow,
@@ -30,7 +32,7 @@ _OWNED = (SmokeRunRow, SmokeSuiteRow, ShareRow, CanaryRow, AliasRow, AliasMoveRo
 """What goes with an adapter, in an order that foreign keys allow."""
 
 
-async def delete_version(db: Database, tenant_id: int, name: str, number: int) -> None:
+async def delete_version(db: Database, tenant_id: int, name: str, number: int, *, actor: Actor = SYSTEM) -> None:
     """Take a version out of use; it can be restored until it is purged, and streams that run end on it.
 
     Raises :class:`NotFoundError`, :class:`ConflictError` while an alias or a canary points at it.
@@ -44,27 +46,35 @@ async def delete_version(db: Database, tenant_id: int, name: str, number: int) -
                 if alias := await session.scalar(query.limit(1)):
                     raise ConflictError(f"version: {name}@{alias} points at it; move that first", param="version")
             version.deleted_at = datetime.now(UTC)
+            audit(session, actor, "version.delete", Target("version", f"{name}@{number}", tenant_id))
 
 
-async def restore_version(db: Database, tenant_id: int, name: str, number: int) -> None:
+async def restore_version(db: Database, tenant_id: int, name: str, number: int, *, actor: Actor = SYSTEM) -> None:
     """Undo :func:`delete_version`. Raises :class:`NotFoundError`, also for a version that was purged."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name)
-        (await _version(session, adapter, number)).deleted_at = None
+        version = await _version(session, adapter, number)
+        if version.deleted_at is not None:
+            version.deleted_at = None
+            audit(session, actor, "version.restore", Target("version", f"{name}@{number}", tenant_id))
 
 
-async def delete_adapter(db: Database, tenant_id: int, name: str) -> None:
+async def delete_adapter(db: Database, tenant_id: int, name: str, *, actor: Actor = SYSTEM) -> None:
     """Take an adapter out of use with all of it; it can be restored until it is purged. Its name stays taken."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name, deleted=True)
-        adapter.deleted_at = adapter.deleted_at or datetime.now(UTC)
+        if adapter.deleted_at is None:
+            adapter.deleted_at = datetime.now(UTC)
+            audit(session, actor, "adapter.delete", Target("adapter", name, tenant_id))
 
 
-async def restore_adapter(db: Database, tenant_id: int, name: str) -> None:
+async def restore_adapter(db: Database, tenant_id: int, name: str, *, actor: Actor = SYSTEM) -> None:
     """Undo :func:`delete_adapter`. Raises :class:`NotFoundError`, also for an adapter that was purged."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name, deleted=True)
-        adapter.deleted_at = None
+        if adapter.deleted_at is not None:
+            adapter.deleted_at = None
+            audit(session, actor, "adapter.restore", Target("adapter", name, tenant_id))
 
 
 async def list_purgeable(db: Database, before: datetime) -> frozenset[str]:
@@ -104,7 +114,7 @@ async def digests_in_use(db: Database, digests: frozenset[str]) -> frozenset[str
         return frozenset(await session.scalars(query))
 
 
-async def share_adapter(db: Database, tenant_id: int, name: str, with_tenant: str) -> Share:
+async def share_adapter(db: Database, tenant_id: int, name: str, with_tenant: str, *, actor: Actor = SYSTEM) -> Share:
     """Let a tenant use another's adapter under its name; it counts against its owner's limits alone.
 
     Raises :class:`NotFoundError`, :class:`ConflictError` if the tenant owns or was lent an adapter of that name.
@@ -119,18 +129,21 @@ async def share_adapter(db: Database, tenant_id: int, name: str, with_tenant: st
                 row = ShareRow(adapter_id=adapter.id, tenant_id=guest.id, name=name, created_at=datetime.now(UTC))
                 session.add(row)
                 await session.flush()
+                audit(session, actor, "adapter.share", Target("adapter", name, tenant_id), after={"with": with_tenant})
             return Share(name, with_tenant, row.created_at)
     except IntegrityError:
         raise _name_taken(name, with_tenant) from None
 
 
-async def unshare_adapter(db: Database, tenant_id: int, name: str, with_tenant: str) -> None:
+async def unshare_adapter(db: Database, tenant_id: int, name: str, with_tenant: str, *, actor: Actor = SYSTEM) -> None:
     """Take a share back; repeating it changes nothing. Raises :class:`NotFoundError` for adapter or tenant."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name)
         guest = await tenant_row(session, with_tenant)
-        share = (ShareRow.adapter_id == adapter.id, ShareRow.tenant_id == guest.id)
-        await session.execute(delete(ShareRow).where(*share))
+        row = await session.get(ShareRow, (adapter.id, guest.id))
+        if row is not None:
+            await session.delete(row)
+            audit(session, actor, "adapter.unshare", Target("adapter", name, tenant_id), before={"with": with_tenant})
 
 
 async def list_shares(db: Database, tenant_id: int, name: str) -> tuple[Share, ...]:
@@ -142,11 +155,15 @@ async def list_shares(db: Database, tenant_id: int, name: str) -> tuple[Share, .
         return tuple(Share(name, tenant, created_at) for tenant, created_at in found)
 
 
-async def set_suite(db: Database, tenant_id: int, name: str, prompts: list[dict[str, Any]]) -> SmokeSuite | None:
+async def set_suite(
+    db: Database, tenant_id: int, name: str, prompts: list[dict[str, Any]], *, actor: Actor = SYSTEM
+) -> SmokeSuite | None:
     """Replace an adapter's smoke prompts; none at all takes the gate away. Raises :class:`NotFoundError`."""
     async with db.write() as session:
         adapter = await locked_adapter(session, tenant_id, name)
         row = await session.get(SmokeSuiteRow, adapter.id)
+        before = {"prompts": row.prompts if row is not None else []}
+        audit(session, actor, "adapter.smoke", Target("adapter", name, tenant_id), before, {"prompts": prompts})
         if not prompts:
             if row is not None:
                 await session.delete(row)
@@ -173,7 +190,15 @@ async def get_suite(db: Database, tenant_id: int, name: str) -> SmokeSuite | Non
 
 
 async def record_run(
-    db: Database, tenant_id: int, name: str, number: int, revision: int, results: list[dict[str, Any]], *, passed: bool
+    db: Database,
+    tenant_id: int,
+    name: str,
+    number: int,
+    revision: int,
+    results: list[dict[str, Any]],
+    *,
+    passed: bool,
+    actor: Actor = SYSTEM,
 ) -> SmokeRun:
     """Keep the outcome of a suite. Raises :class:`NotFoundError`."""
     async with db.write() as session:
@@ -188,6 +213,8 @@ async def record_run(
         )
         session.add(row)
         await session.flush()
+        after = {"passed": passed, "suite_revision": revision}
+        audit(session, actor, "version.smoke", Target("version", f"{name}@{number}", tenant_id), after=after)
         return _to_run(row)
 
 

@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     TypeDecorator,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
@@ -62,6 +63,11 @@ def _length(column: str, low: int, high: int) -> CheckConstraint:
     return CheckConstraint(f"length({column}) BETWEEN {low} AND {high}", f"{column}_length")
 
 
+_BYTEWISE_NAME = String(63).with_variant(String(63, collation="C"), "postgresql")
+"""Sorted like SQLite and Python do, whatever the server's locale: pages continue at a name."""
+_OptionalJson = JSON(none_as_null=True)
+
+
 class TenantRow(Table):
     __tablename__ = "tenants"
     __table_args__: Any = (
@@ -70,33 +76,53 @@ class TenantRow(Table):
         CheckConstraint("max_adapters >= 0", "max_adapters_natural"),
         CheckConstraint("max_adapter_bytes >= 1", "max_adapter_bytes_positive"),
         CheckConstraint("weight > 0", "weight_positive"),
+        CheckConstraint("max_versions >= 1", "max_versions_positive"),
+        CheckConstraint("stored_bytes >= 0", "stored_bytes_natural"),
+        CheckConstraint("max_tokens >= 1", "max_tokens_positive"),
+        CheckConstraint("default_max_tokens >= 1", "default_max_tokens_positive"),
         {"sqlite_autoincrement": True},  # an id is an engine's handle of the tenant: never reused
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(String(63), unique=True)
+    name: Mapped[str] = mapped_column(_BYTEWISE_NAME, unique=True)
     max_rank: Mapped[int]
     max_adapters: Mapped[int]
     max_adapter_bytes: Mapped[int] = mapped_column(BigInteger)
-    target_modules: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    target_modules: Mapped[list[str] | None] = mapped_column(_OptionalJson)
     weight: Mapped[float] = mapped_column(Double)
     prefix_salt: Mapped[bytes] = mapped_column(LargeBinary(32))
     created_at: Mapped[datetime]
     disabled_at: Mapped[datetime | None]
+    max_versions: Mapped[int] = mapped_column(server_default=text("1000"))
+    stored_bytes: Mapped[int] = mapped_column(BigInteger, server_default=text("1099511627776"))
+    max_tokens: Mapped[int | None]
+    default_max_tokens: Mapped[int | None]
+    deleted_at: Mapped[datetime | None]
 
 
 class KeyRow(Table):
     __tablename__ = "api_keys"
-    __table_args__: Any = (_length("public_id", 12, 12), _length("label", 0, 100), _length("last_four", 4, 4))
+    __table_args__: Any = (
+        _length("public_id", 12, 12),
+        _length("label", 0, 100),
+        _length("last_four", 4, 4),
+        CheckConstraint("role IN ('operator', 'admin', 'viewer', 'caller')", "role_known"),
+        Index(None, "tenant_id", "created_at", "public_id"),  # a tenant's keys, newest first
+    )
 
     public_id: Mapped[str] = mapped_column(String(12), primary_key=True)
-    tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"), index=True)
+    tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"))
     secret_hash: Mapped[bytes] = mapped_column(LargeBinary(32))
     label: Mapped[str] = mapped_column(String(100))
     last_four: Mapped[str] = mapped_column(String(4))
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
+    role: Mapped[str] = mapped_column(String(10), server_default=text("'caller'"))
+    models: Mapped[list[str] | None] = mapped_column(_OptionalJson)
+    routes: Mapped[list[str] | None] = mapped_column(_OptionalJson)
+    previous_hash: Mapped[bytes | None] = mapped_column(LargeBinary(32))
+    previous_expires_at: Mapped[datetime | None]
 
 
 class AdapterRow(Table):
@@ -234,3 +260,31 @@ class SmokeRunRow(Table):
     passed: Mapped[bool]
     results: Mapped[list[dict[str, Any]]]
     at: Mapped[datetime]
+
+
+class AuditRow(Table):
+    """Who changed what. Only ever added to."""
+
+    __tablename__ = "audit_log"
+    __table_args__: Any = (Index(None, "tenant_id", "id"), Index(None, "target", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    at: Mapped[datetime]
+    actor: Mapped[str] = mapped_column(String(100))
+    role: Mapped[str] = mapped_column(String(10))
+    tenant_id: Mapped[int | None] = mapped_column(ForeignKey("tenants.id"))
+    action: Mapped[str] = mapped_column(String(50))
+    target: Mapped[str] = mapped_column(String(200))
+    before: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
+    after: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
+    source: Mapped[str] = mapped_column(String(100))
+    request_id: Mapped[str] = mapped_column(String(40))
+
+
+class StampRow(Table):
+    """When a tenant's part of the catalog changed last, by a counter that row 0 keeps; see ``stamps.py``."""
+
+    __tablename__ = "catalog_stamps"
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    stamp: Mapped[int] = mapped_column(BigInteger, index=True)

@@ -7,22 +7,32 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from stencilpress.gateway.access import EVERYTHING, Role, Scopes
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.intake_records import MatchedProjection
-
 from stencilpress.gateway.quota.plan import UNLIMITED, Quota
 
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may use. ``target_modules`` None allows all; ``weight`` is its share when engines are full."""
+    """What a tenant may use: its plan. None is no limit of its own."""
 
     max_rank: int = 64
     max_adapters: int = 1000
     max_adapter_bytes: int = 1 << 30
     """Of one version, all files together."""
     target_modules: tuple[str, ...] | None = None
+    """The projections that its adapters may adapt."""
     weight: float = 1.0
+    """Its share beside others when engines are full."""
+    max_versions: int = 1000
+    """Of one adapter."""
+    stored_bytes: int = 1 << 40
+    """Of all versions of all its adapters together."""
+    max_tokens: int | None = None
+    """Longest answer that a request may ask for."""
+    default_max_tokens: int | None = None
+    """Longest answer of a request that does not say."""
     quota: Quota = UNLIMITED
 
 
@@ -36,6 +46,11 @@ class Tenant:
     prefix_salt: bytes
     created_at: datetime
     disabled_at: datetime | None
+    deleted_at: datetime | None = None
+
+    @property
+    def in_force(self) -> bool:
+        return self.disabled_at is None and self.deleted_at is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,27 @@ class Key:
     created_at: datetime
     expires_at: datetime | None
     revoked_at: datetime | None
+    role: Role = Role.CALLER
+    scopes: Scopes = EVERYTHING
+    previous_expires_at: datetime | None = None
+    """Until when the secret before the last rotation is taken as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One change. ``before`` and ``after`` hold the fields that it changed."""
+
+    id: int
+    at: datetime
+    actor: str
+    role: str
+    tenant: str | None
+    action: str
+    target: str
+    before: Mapping[str, Any] | None
+    after: Mapping[str, Any] | None
+    source: str
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +180,6 @@ class AliasMove:
 
 
 @dataclass(frozen=True, slots=True)
-class Author:
-    """Who changes something and why, for the history."""
-
-    actor: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Expected:
     """What a compare-and-set expects of an alias; None is not compared. ``version`` 0: the alias does not exist."""
 
@@ -184,6 +212,8 @@ class Resolved:
     """What a request's adapter name stands for: a version, or two that share its users by ``percent``."""
 
     adapter_id: int
+    owner_id: int
+    """The tenant whose adapter it is."""
     version: Version
     canary: Version | None = None
     percent: int = 0

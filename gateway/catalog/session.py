@@ -13,6 +13,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from stencilpress.engine.settings import SettingsError
+from stencilpress.gateway.catalog.stamps import stamp_touched
 from stencilpress.gateway.errors import UnavailableError
 
 BUSY_TIMEOUT_MS = 5000
@@ -116,6 +117,7 @@ def _begin_sqlite(connection: Any) -> None:
 async def _transaction(sessions: async_sessionmaker[AsyncSession]) -> AsyncIterator[AsyncSession]:
     async with _outages_named(), sessions() as session, session.begin():
         yield session
+        await stamp_touched(session)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +62,11 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False
     """It was completed once: nothing more is written to its files, which a version may share."""
     result: str = ""
+
+    @property
+    def expires(self) -> datetime:
+        """``expires_at`` as an instant."""
+        return datetime.fromtimestamp(self.expires_at, UTC)
 
 
 class UploadStore:

@@ -29,6 +29,7 @@ from stencilpress.gateway.catalog.records import NewVersion
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.metrics import Metrics
@@ -117,11 +118,14 @@ async def running_gateway(
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)
         await client.wait_ready()
+        changes = Changes(db)
+        await stack.enter_async_context(changes.following())
         services = Services(
             settings=gateway_settings,
             db=db,
-            keys=KeyRing(db),
-            router=Router(db, BaseNames.of(BASE_NAMES)),
+            changes=changes,
+            keys=KeyRing(db, changes),
+            router=Router(db, BaseNames.of(BASE_NAMES), changes),
             engine=client,
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,

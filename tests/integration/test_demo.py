@@ -27,6 +27,7 @@ from stencilpress.gateway.catalog.credentials import revoke_key
 from stencilpress.gateway.catalog.schema import ensure_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import disable_tenant, get_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.enrol import Enrolment
 from stencilpress.gateway.intake_records import Dtype
 from stencilpress.gateway.keys import KeyRing
@@ -91,12 +92,12 @@ def test_the_demo_key_is_kept_for_us_alone(press: Press) -> None:
     file = press.data.demo_key
     assert file.read_text() == first.key + "\n"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert asyncio.run(KeyRing(press.db).authenticate(first.key)).tenant == "demo"
+    assert asyncio.run(KeyRing(press.db, Changes(press.db)).authenticate(first.key)).tenant == "demo"
     asyncio.run(revoke_key(press.db, first.key.split("_")[1]))
     second = asyncio.run(press.enrol())
     assert second is not None
     assert second.key != first.key
-    assert asyncio.run(KeyRing(press.db).authenticate(second.key)).tenant == "demo"
+    assert asyncio.run(KeyRing(press.db, Changes(press.db)).authenticate(second.key)).tenant == "demo"
 
 
 def test_a_changed_demo_adapter_becomes_a_new_prod_version(press: Press, adapters: Path) -> None:

@@ -315,7 +315,7 @@ async def test_an_engine_that_dies_fails_the_response_not_the_connection(gateway
 async def test_a_revoked_key_starts_no_more_responses(gateway: Gateway) -> None:
     client = await authenticated(gateway)
     await revoke_key(gateway.services.db, gateway.key.split("_")[1])
-    gateway.services.keys.forget()
+    await gateway.services.changes.poll()
     await client.ask("ab")
     assert (await client.next())["error"]["code"] == "invalid_api_key"
 

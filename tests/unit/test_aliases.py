@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from stencilpress.gateway.access import SYSTEM
 from stencilpress.gateway.catalog.adapters import add_version, find_target, get_adapter
 from stencilpress.gateway.catalog.aliases import list_moves, move_alias, remove_alias, roll_back
 from stencilpress.gateway.catalog.lifecycle import delete_version, record_run, set_suite
-from stencilpress.gateway.catalog.records import Alias, AliasTarget, Author, Canary, Expected, NewVersion, Tenant
+from stencilpress.gateway.catalog.records import Alias, AliasTarget, Canary, Expected, NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.errors import (
     AliasMovedError,
     ConflictError,
@@ -83,9 +86,9 @@ async def test_expecting_nothing_creates_an_alias_once(db: Database, tenant: Ten
 
 
 async def test_rolling_back_goes_back_one_move_at_a_time(db: Database, tenant: Tenant) -> None:
-    by = Author("key:abc", "better answers")
-    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1, Canary(2, 10)), by=by)
-    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(2), by=by)
+    by = {"actor": replace(SYSTEM, name="key:abc"), "reason": "better answers"}
+    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1, Canary(2, 10)), **by)  # type: ignore[arg-type]
+    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(2), **by)  # type: ignore[arg-type]
     await move_alias(db, tenant.id, "helper", "prod", AliasTarget(3))
     steps = [(await roll_back(db, tenant.id, "helper", "prod")).target for _ in range(3)]
     assert steps == [AliasTarget(2), AliasTarget(1, Canary(2, 10)), AliasTarget(1)]
@@ -152,19 +155,21 @@ async def test_a_removed_alias_is_a_model_that_does_not_exist(db: Database, tena
 
 async def test_a_canary_gets_its_share_and_keeps_its_users(db: Database, tenant: Tenant) -> None:
     await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1, Canary(2, 20)))
-    router = Router(db, BASE, ttl_s=3600)
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
     first = {user: (await router.resolve(tenant.id, "helper", user)).version for user in USERS}
     share = sum(version == 2 for version in first.values()) / len(USERS)
     assert abs(share - 0.20) < 0.03  # 3 % is more than three standard deviations of 2000 draws
-    elsewhere = Router(db, BASE, ttl_s=3600)  # another gateway
+    elsewhere = Router(db, BASE, changes)  # another gateway
     assert first == {user: (await elsewhere.resolve(tenant.id, "helper@prod", user)).version for user in USERS}
     assert (await router.resolve(tenant.id, "helper@1", USERS[0])).version == 1
     await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1, Canary(2, 60)))
-    router.forget()
+    await changes.poll()
     grown = {user: (await router.resolve(tenant.id, "helper", user)).version for user in USERS}
     assert all(grown[user] == 2 for user, version in first.items() if version == 2), "who was in stays in"
     await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1, Canary(2, 100)))
-    router.forget()
+    await changes.poll()
     assert {(await router.resolve(tenant.id, "helper", user)).version for user in USERS} == {2}
 
 
@@ -181,7 +186,7 @@ async def test_a_version_with_users_of_a_canary_is_not_deleted(db: Database, ten
             await delete_version(db, tenant.id, "helper", number)
     await delete_version(db, tenant.id, "helper", 3)
     with pytest.raises(ModelNotFoundError):
-        await Router(db, BASE).resolve(tenant.id, "helper@3")
+        await Router(db, BASE, Changes(db)).resolve(tenant.id, "helper@3")
 
 
 # --- smoke prompts -------------------------------------------------------------------------------------------

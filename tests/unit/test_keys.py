@@ -15,6 +15,7 @@ from stencilpress.gateway.catalog.credentials import insert_key, list_keys, revo
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant
+from stencilpress.gateway.changes import STALE_S, Changes
 from stencilpress.gateway.errors import (
     AuthenticationError,
     ConflictError,
@@ -24,13 +25,27 @@ from stencilpress.gateway.errors import (
 )
 from stencilpress.gateway.keys import IssuedKey, KeyRing, issue_key
 
-NEVER_S = 3600.0
-
 
 @pytest.fixture
 async def issued(db: Database) -> IssuedKey:
     await create_tenant(db, "acme")
     return await issue_key(db, "acme", "ci")
+
+
+class Clock:
+    """A time that stands still until a test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def ring_of(db: Database, clock: Clock | None = None) -> KeyRing:
+    """A ring that has heard from the catalog once and will not ask again by itself."""
+    changes = Changes(db, clock or Clock())
+    await changes.poll()
+    return KeyRing(db, changes)
 
 
 async def refusal(ring: KeyRing, token: str) -> bytes:
@@ -42,7 +57,7 @@ async def refusal(ring: KeyRing, token: str) -> bytes:
 async def test_a_key_names_its_tenant_and_nobody_elses(db: Database, issued: IssuedKey) -> None:
     other = await create_tenant(db, "other")
     foreign = await issue_key(db, "other")
-    ring = KeyRing(db)
+    ring = await ring_of(db)
     mine = await ring.authenticate(issued.token)
     theirs = await ring.authenticate(foreign.token)
     assert (mine.tenant, mine.key_id) == ("acme", issued.key.public_id)
@@ -75,7 +90,7 @@ async def test_every_bad_key_gets_the_same_answer(db: Database, issued: IssuedKe
         expired.token,
         revoked.token,
     ]
-    ring = KeyRing(db)
+    ring = await ring_of(db)
     assert len({await refusal(ring, token) for token in bad}) == 1
     assert (await ring.authenticate(issued.token)).tenant == "acme"
 
@@ -84,7 +99,7 @@ async def test_a_hash_copied_to_another_row_opens_nothing(db: Database, issued: 
     _, public_id, secret = issued.token.split("_")
     stolen = hashlib.sha256(f"{public_id}_{secret}".encode()).digest()
     await insert_key(db, dataclasses.replace(issued.key, public_id="a" * 12), stolen)
-    await refusal(KeyRing(db), f"sp_{'a' * 12}_{secret}")
+    await refusal(await ring_of(db), f"sp_{'a' * 12}_{secret}")
 
 
 def stored_bytes(folder: Path) -> bytes:
@@ -120,37 +135,38 @@ async def test_keys_are_long_random_and_different(db: Database) -> None:
     assert all(re.fullmatch(r"sp_[a-z0-9]{12}_[A-Za-z0-9]{43}", token) for token in tokens)
 
 
-async def test_a_known_key_costs_no_sql_and_is_forgotten_on_request(db: Database, issued: IssuedKey) -> None:
-    ring = KeyRing(db, ttl_s=NEVER_S)
+async def test_a_known_key_costs_no_sql_until_its_tenant_changes(db: Database, issued: IssuedKey) -> None:
+    ring = await ring_of(db)
     await ring.authenticate(issued.token)
     await revoke_key(db, issued.key.public_id)
+    await create_tenant(db, "another")
     assert (await ring.authenticate(issued.token)).tenant == "acme"
-    ring.forget()
+    await ring._changes.poll()
     await refusal(ring, issued.token)
 
 
-async def test_use_does_not_lengthen_a_keys_stay_in_the_cache(db: Database, issued: IssuedKey) -> None:
-    now = 0.0
-    ring = KeyRing(db, ttl_s=1.0, clock=lambda: now)
+async def test_without_word_from_the_catalog_a_key_is_remembered_for_a_second(db: Database, issued: IssuedKey) -> None:
+    clock = Clock()
+    ring = await ring_of(db, clock)
     await ring.authenticate(issued.token)
     await revoke_key(db, issued.key.public_id)
-    now = 0.9
+    clock.now = 0.9
     await ring.authenticate(issued.token)
-    now = 1.1
+    clock.now = 1.0
     await refusal(ring, issued.token)
 
 
 async def test_a_cached_key_expires_on_time(db: Database) -> None:
     await create_tenant(db, "acme")
     issued = await issue_key(db, "acme", expires_at=datetime.now(UTC) + timedelta(hours=1))
-    ring = KeyRing(db, ttl_s=NEVER_S)
+    ring = await ring_of(db)
     assert (await ring.authenticate(issued.token)).tenant == "acme"
     past = await issue_key(db, "acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     await refusal(ring, past.token)
 
 
 async def test_two_tokens_that_share_their_first_characters_are_two_keys(db: Database, issued: IssuedKey) -> None:
-    ring = KeyRing(db, ttl_s=NEVER_S)
+    ring = await ring_of(db)
     await ring.authenticate(issued.token)
     last = "A" if issued.token[-1] != "A" else "B"
     await refusal(ring, issued.token[:-1] + last)
@@ -191,12 +207,15 @@ async def test_keys_are_refused_for_unknown_and_disabled_tenants_and_long_labels
 
 
 async def test_a_database_that_is_away_refuses_new_keys_and_serves_known_ones(db: Database, issued: IssuedKey) -> None:
-    ring = KeyRing(db, ttl_s=NEVER_S)
+    clock = Clock()
+    ring = await ring_of(db, clock)
     await ring.authenticate(issued.token)
     async with Database("postgresql://nobody@/none?host=/nonexistent") as away:
-        ring._db = away
+        ring._db = ring._changes._db = away
         assert (await ring.authenticate(issued.token)).tenant == "acme"
-        ring.forget()
+        with pytest.raises(UnavailableError):
+            await ring._changes.poll()
+        clock.now = STALE_S
         with pytest.raises(UnavailableError) as caught:
             await ring.authenticate(issued.token)
     assert "nonexistent" not in caught.value.message

@@ -32,6 +32,7 @@ from stencilpress.gateway.catalog.lifecycle import (
 from stencilpress.gateway.catalog.records import AddedVersion, AliasTarget, Canary, NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, ModelNotFoundError, NotFoundError
 from stencilpress.gateway.names import BaseNames
@@ -89,7 +90,7 @@ async def test_a_deleted_adapter_is_gone_with_all_of_it_and_comes_back_whole(db:
     with pytest.raises(NotFoundError):
         await get_adapter(db, tenant.id, "helper")
     with pytest.raises(ModelNotFoundError):
-        await Router(db, BASE).resolve(tenant.id, "helper@1")
+        await Router(db, BASE, Changes(db)).resolve(tenant.id, "helper@1")
     with pytest.raises(ConflictError, match="was deleted"):
         await add(db, tenant, 5)
     assert await list_adapters(db, tenant.id) == ()
@@ -145,7 +146,9 @@ async def test_a_guest_uses_a_shared_adapter_under_its_name(db: Database, tenant
     shared = await share_adapter(db, tenant.id, "helper", "guest")
     assert await share_adapter(db, tenant.id, "helper", "guest") == shared
     assert await list_shares(db, tenant.id, "helper") == (shared,)
-    router = Router(db, BASE)
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
     assert (await router.resolve(guest.id, "helper")).echo == "helper@1"
     assert (await router.resolve(guest.id, "base:helper@2")).digest == digest(2)
     assert [one.name for one in await list_shared(db, guest.id)] == ["helper"]
@@ -155,7 +158,7 @@ async def test_a_guest_uses_a_shared_adapter_under_its_name(db: Database, tenant
     with pytest.raises(NotFoundError):  # a guest changes nothing
         await move_alias(db, guest.id, "helper", "prod", AliasTarget(2))
     await unshare_adapter(db, tenant.id, "helper", "guest")
-    router.forget()
+    await changes.poll()
     with pytest.raises(ModelNotFoundError):
         await router.resolve(guest.id, "helper")
 
@@ -182,7 +185,7 @@ async def test_a_deleted_adapter_is_gone_for_its_guests(db: Database, tenant: Te
     await delete_adapter(db, tenant.id, "helper")
     assert await list_shared(db, guest.id) == ()
     with pytest.raises(ModelNotFoundError):
-        await Router(db, BASE).resolve(guest.id, "helper")
+        await Router(db, BASE, Changes(db)).resolve(guest.id, "helper")
     assert await purge(db, later(), await list_purgeable(db, later())) == 2
     assert (await add(db, guest, 8)).version.ref == "helper@1"
 
@@ -194,11 +197,13 @@ async def test_defaults_are_kept_with_the_version_and_reach_the_route(db: Databa
     defaults = VersionDefaults(system_prompt="Answer in verse.", temperature=0.2, top_k=40)
     changed = await set_defaults(db, tenant.id, "helper", 1, defaults)
     assert changed.defaults == defaults
-    router = Router(db, BASE)
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
     assert (await router.resolve(tenant.id, "helper")).defaults == defaults
     assert (await router.resolve(tenant.id, "helper@2")).defaults == VersionDefaults()
     await set_defaults(db, tenant.id, "helper", 1, VersionDefaults())
-    router.forget()
+    await changes.poll()
     assert (await router.resolve(tenant.id, "helper")).defaults == VersionDefaults()
     with pytest.raises(NotFoundError):
         await set_defaults(db, tenant.id, "helper", 7, defaults)

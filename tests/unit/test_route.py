@@ -10,6 +10,7 @@ from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.errors import ApiError, InvalidRequestError, ModelNotFoundError
 from stencilpress.gateway.names import (
     BaseNames,
@@ -23,7 +24,6 @@ from stencilpress.gateway.names import (
 from stencilpress.gateway.route import Route, Router
 
 BASE = BaseNames.of(("Acme/Small-135M", "small-135m"))
-NEVER_S = 3600.0
 
 
 def version(number: int, base_id: str = BASE.id) -> NewVersion:
@@ -42,7 +42,7 @@ async def tenant(db: Database) -> Tenant:
 
 @pytest.mark.parametrize("model", ["Acme/Small-135M", "small-135m", "Small-135M", "base"])
 async def test_each_name_of_the_base_is_the_base_alone(db: Database, tenant: Tenant, model: str) -> None:
-    assert await Router(db, BASE).resolve(tenant.id, model) == Route("", "Acme/Small-135M")
+    assert await Router(db, BASE, Changes(db)).resolve(tenant.id, model) == Route("", "Acme/Small-135M")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_a_name_a_version_and_an_alias_resolve_to_a_version(
     db: Database, tenant: Tenant, model: str, number: int
 ) -> None:
     expected = Route(f"{number:064x}", f"helper@{number}", "helper", number)
-    assert await Router(db, BASE).resolve(tenant.id, model) == expected
+    assert await Router(db, BASE, Changes(db)).resolve(tenant.id, model) == expected
 
 
 STRANGE = [
@@ -101,7 +101,7 @@ STRANGE = [
 
 
 async def test_everything_else_is_a_model_that_does_not_exist(db: Database, tenant: Tenant) -> None:
-    router = Router(db, BASE)
+    router = Router(db, BASE, Changes(db))
     for model in STRANGE:
         with pytest.raises(ModelNotFoundError) as caught:
             await router.resolve(tenant.id, model)
@@ -112,7 +112,7 @@ async def test_everything_else_is_a_model_that_does_not_exist(db: Database, tena
 
 async def test_a_foreign_adapter_and_an_unknown_one_look_the_same(db: Database, tenant: Tenant) -> None:
     stranger = await create_tenant(db, "other")
-    router = Router(db, BASE)
+    router = Router(db, BASE, Changes(db))
 
     async def refusal(model: str) -> dict[str, object]:
         with pytest.raises(ApiError) as caught:
@@ -130,26 +130,28 @@ async def test_a_foreign_adapter_and_an_unknown_one_look_the_same(db: Database, 
 async def test_a_version_of_another_base_is_not_served(db: Database, tenant: Tenant) -> None:
     await add_version(db, tenant.id, "foreign", version(7, base_id="Acme/Large-8B"), BASE)
     with pytest.raises(ModelNotFoundError):
-        await Router(db, BASE).resolve(tenant.id, "foreign")
+        await Router(db, BASE, Changes(db)).resolve(tenant.id, "foreign")
 
 
 async def test_an_alias_moves_while_a_pinned_version_stays(db: Database, tenant: Tenant) -> None:
-    now = 0.0
-    router = Router(db, BASE, ttl_s=1.0, clock=lambda: now)
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
     assert (await router.resolve(tenant.id, "helper")).version == 1
     await promote(db, tenant.id, "helper", 2)
-    now = 0.9
     assert (await router.resolve(tenant.id, "helper")).version == 1, "known answers cost no SQL"
-    now = 1.1
+    await changes.poll()
     assert (await router.resolve(tenant.id, "helper")).version == 2
     await promote(db, tenant.id, "helper", 1)
-    router.forget()
+    await changes.poll()
     assert (await router.resolve(tenant.id, "helper")).version == 1
     assert (await router.resolve(tenant.id, "helper@2")).version == 2
 
 
 async def test_a_new_adapter_is_found_at_once(db: Database, tenant: Tenant) -> None:
-    router = Router(db, BASE, ttl_s=NEVER_S)
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
     with pytest.raises(ModelNotFoundError):
         await router.resolve(tenant.id, "fresh")
     await add_version(db, tenant.id, "fresh", version(5), BASE)

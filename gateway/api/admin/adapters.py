@@ -129,9 +129,7 @@ async def share_adapter(call: Call) -> ShareView:
     It sees the name and the versions that it names; limits of enrolment are the owner's.
     """
     name, guest = call.path("adapter"), call.path("guest")
-    return ShareView.of(
-        await lifecycle.share_adapter(call.services.db, call.tenant.id, name, guest, actor=call.actor)
-    )
+    return ShareView.of(await lifecycle.share_adapter(call.services.db, call.tenant.id, name, guest, actor=call.actor))
 
 
 @operation("DELETE", "/tenants/{tenant}/adapters/{adapter}/shares/{guest}", Permission.OPERATE, status=204)

@@ -1,0 +1,42 @@
+"""The audit log."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from stencilpress.gateway.access import Permission
+from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
+from stencilpress.gateway.api.admin.views import AuditView
+from stencilpress.gateway.catalog import audit
+
+
+class AuditQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    target: Annotated[str, Meta(max_length=200, description="Only changes of this, such as `key:ab12cd34ef56`.")] = ""
+
+
+@operation("GET", "/audit", Permission.OPERATE)
+async def list_audit(call: Call, query: AuditQuery) -> Page[AuditView]:
+    """Every change of the catalog, newest first."""
+    return await _page(call, query, None)
+
+
+@operation("GET", "/tenants/{tenant}/audit", Permission.READ)
+async def list_tenant_audit(call: Call, query: AuditQuery) -> Page[AuditView]:
+    """Every change of one tenant, its keys and its adapters, newest first."""
+    return await _page(call, query, call.tenant.id)
+
+
+async def _page(call: Call, query: AuditQuery, tenant_id: int | None) -> Page[AuditView]:
+    found = await audit.list_audit(
+        call.services.db,
+        tenant_id=tenant_id,
+        target=query.target,
+        before_id=decode_cursor(query.after, int),
+        limit=query.limit + 1,
+    )
+    return paged(found, query.limit, lambda one: one.id, AuditView.of)
+
+
+OPERATIONS = (list_audit, list_tenant_audit)

@@ -1,0 +1,33 @@
+"""All operations of the admin API, and their routes. Only wiring."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from stencilpress.gateway.access import ADMIN_PREFIX
+from stencilpress.gateway.api.admin import adapters, aliases, audit, keys, tenants, uploads
+from stencilpress.gateway.api.admin.dispatch import handler_of
+from stencilpress.gateway.api.admin.openapi import openapi_document
+from stencilpress.gateway.api.admin.operation import JSON
+
+OPERATIONS = (
+    *tenants.OPERATIONS,
+    *keys.OPERATIONS,
+    *adapters.OPERATIONS,
+    *aliases.OPERATIONS,
+    *uploads.OPERATIONS,
+    *audit.OPERATIONS,
+)
+
+
+def add_admin_routes(router: web.UrlDispatcher) -> None:
+    """Every operation, and the document that describes them, which needs no key."""
+    document = msgspec.json.encode(openapi_document(OPERATIONS))
+
+    async def openapi(_request: web.Request) -> web.Response:
+        return web.Response(body=document, content_type=JSON)
+
+    router.add_get(f"{ADMIN_PREFIX}/openapi.json", openapi)
+    for one in OPERATIONS:
+        router.add_route(one.method, ADMIN_PREFIX + one.path, handler_of(one))

@@ -1,0 +1,105 @@
+"""The audit log: every change of the catalog, with who made it, written in the change's own transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from stencilpress.gateway.access import Actor
+from stencilpress.gateway.catalog.models import AuditRow, TenantRow
+from stencilpress.gateway.catalog.records import AuditEntry
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.stamps import touch
+
+MAX_TARGET_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What was changed: ``Target("adapter", "helper", tenant.id)``. ``tenant_id`` None is nobody's in particular."""
+
+    kind: str
+    name: str
+    tenant_id: int | None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"[:MAX_TARGET_CHARS]
+
+
+def audit(
+    session: AsyncSession,
+    actor: Actor,
+    action: str,
+    target: Target,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> None:
+    """Record a change, and make gateways forget what they know of the target's tenant.
+
+    Of two states only the fields that differ are kept; two equal states are no change and leave no entry. Neither may
+    hold a secret: tenants read their entries.
+    """
+    old, new = _plain(before), _plain(after)
+    if old is not None and new is not None:
+        differing = [field for field in {**old, **new} if old.get(field) != new.get(field)]
+        if not differing:
+            return
+        old, new = ({field: state.get(field) for field in differing} for state in (old, new))
+    if target.tenant_id is not None:
+        touch(session, target.tenant_id)
+    session.add(
+        AuditRow(
+            at=datetime.now(UTC),
+            actor=actor.name[:100],
+            role=actor.role.value,
+            tenant_id=target.tenant_id,
+            action=action,
+            target=str(target),
+            before=old,
+            after=new,
+            source=actor.source[:100],
+            request_id=actor.request_id[:40],
+        )
+    )
+
+
+async def list_audit(
+    db: Database, *, tenant_id: int | None = None, target: str = "", before_id: int | None = None, limit: int = 50
+) -> tuple[AuditEntry, ...]:
+    """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None."""
+    query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
+    if tenant_id is not None:
+        query = query.where(AuditRow.tenant_id == tenant_id)
+    if target:
+        query = query.where(AuditRow.target == target)
+    if before_id is not None:
+        query = query.where(AuditRow.id < before_id)
+    async with db.read() as session:
+        rows = await session.execute(query.order_by(AuditRow.id.desc()).limit(limit))
+        return tuple(_to_entry(row, tenant) for row, tenant in rows)
+
+
+def _plain(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if state is None else msgspec.to_builtins(dict(state))
+
+
+def _to_entry(row: AuditRow, tenant: str | None) -> AuditEntry:
+    return AuditEntry(
+        id=row.id,
+        at=row.at,
+        actor=row.actor,
+        role=row.role,
+        tenant=tenant,
+        action=row.action,
+        target=row.target,
+        before=row.before,
+        after=row.after,
+        source=row.source,
+        request_id=row.request_id,
+    )

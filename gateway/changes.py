@@ -1,0 +1,95 @@
+"""Whether what a gateway remembers of the catalog is still so: one small question a moment instead of one per request.
+
+A background task asks which tenants' stamps have moved (``catalog/stamps.py``). What was read before a tenant's last
+change is not used again, and nothing is while the last answer is older than :data:`STALE_S`: a revocation holds on
+every gateway within that time, and while the catalog is away nobody is served from memory for longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager, suppress
+from typing import Generic, TypeVar
+
+from stencilpress.gateway.cache import BoundedCache
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.stamps import COUNTER, read_stamps
+from stencilpress.gateway.errors import UnavailableError
+
+POLL_S = 0.4
+STALE_S = 1.0
+"""From a change to the moment when no gateway acts on what was before it."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+logger = logging.getLogger(__name__)
+
+
+class Changes:
+    """Follows the stamps. Until the first :meth:`poll` nothing counts as current."""
+
+    def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
+        self._db = db
+        self._clock = clock
+        self._asked_at = float("-inf")
+        self._changed: dict[int, int] = {}
+        self.seen = 0
+        """The highest stamp so far."""
+
+    async def poll(self) -> None:
+        """Ask once. Raises :class:`UnavailableError`."""
+        asked_at = self._clock()
+        async with self._db.read() as session:
+            stamps = await read_stamps(session, self.seen)
+        self.seen = max(self.seen, stamps.pop(COUNTER, 0))
+        self._changed.update(stamps)
+        self._asked_at = max(self._asked_at, asked_at)
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[None]:
+        """Polls in the background while the block runs."""
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _follow(self) -> None:
+        available = True
+        while True:
+            try:
+                await self.poll()
+                available = True
+            except UnavailableError:
+                if available:
+                    logger.warning("the catalog does not answer; nothing is served from memory")
+                available = False
+            await asyncio.sleep(POLL_S)
+
+    def is_current(self, tenant_id: int, seen: int) -> bool:
+        """Whether what was read of a tenant when ``seen`` was the highest stamp still holds."""
+        return self._changed.get(tenant_id, 0) <= seen and self._clock() - self._asked_at < STALE_S
+
+
+class CatalogCache(Generic[K, V]):
+    """What was read of the catalog, each entry for one tenant, at most ``max_entries``."""
+
+    def __init__(self, changes: Changes, max_entries: int) -> None:
+        self._changes = changes
+        self._entries: BoundedCache[K, tuple[int, int, V]] = BoundedCache(max_entries)
+
+    def get(self, key: K) -> V | None:
+        entry = self._entries.get(key)
+        if entry is None or not self._changes.is_current(entry[0], entry[1]):
+            return None
+        return entry[2]
+
+    def put(self, key: K, tenant_id: int, seen: int, value: V) -> None:
+        """``seen`` is ``changes.seen`` from before the value was read: a change meanwhile makes it old."""
+        self._entries.put(key, (tenant_id, seen, value))
