@@ -6,7 +6,6 @@ cannot be served, with one line on stderr.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stencilpress.engine import lifeline
+from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import EngineSettings, SettingsError, read_settings
 from stencilpress.engine.spec import SpecError, load_spec
 from stencilpress.engine.threads import configure_threads
@@ -27,12 +27,11 @@ BAD_SETTINGS = 2
 
 def main() -> int:
     """Load the model, then accept gateways (a welcome means ready) and serve until SIGTERM."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("torch").setLevel(logging.WARNING)  # statistics of its caches at every exit
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to end
     try:
         settings = read_settings(EngineSettings, os.environ)
+        configure_logs(settings.log_format)
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
         worker = _load(settings)

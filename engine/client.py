@@ -118,6 +118,11 @@ class EngineClient:
         """Whether an engine is connected."""
         return self._connection is not None and not self._connection.ended.done()
 
+    @property
+    def open_requests(self) -> int:
+        """Requests that the engine has, or is about to get, from this client."""
+        return self._connection.open_requests if self._connection is not None else 0
+
     async def wait_ready(self) -> Welcome:
         """Wait until an engine is connected."""
         while not self.ready:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from stencilpress.engine.heartbeat import CPU_LIMIT_S, CUDA_LIMIT_S, Heartbeat
 from stencilpress.engine.limits import Limits, derive_limits
 from stencilpress.engine.link import Link
 from stencilpress.engine.loader import Loader
@@ -38,7 +39,9 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
     residency = Residency(pool, max_cpu_loras=settings.max_cpu_loras, max_prefetched=settings.max_loras)
     scheduler = Scheduler(limits, pool, residency)
     runner = _runner(spec, weights, memory, loader, limits, settings)
-    return Worker(scheduler, residency, loader, runner, link)
+    hang_limit_s = settings.hang_limit_s or (CUDA_LIMIT_S if device.type == "cuda" else CPU_LIMIT_S)
+    heartbeat = Heartbeat(settings.heartbeat_fd, hang_limit_s)
+    return Worker(scheduler, residency, loader, runner, link, heartbeat)
 
 
 def _runner(

@@ -79,7 +79,7 @@ class Stream:
 
     @property
     def id(self) -> int:
-        """The request's id, for :meth:`EngineClient.abort`."""
+        """The request's id on its connection."""
         return self._inbox.id
 
     def __aiter__(self) -> Stream:
@@ -100,6 +100,10 @@ class Stream:
                 inbox.waiter = None
         self._over = inbox.finished is not None
         return inbox.take()
+
+    def abort(self) -> None:
+        """Ask the engine to stop the request. The stream goes on until its terminal message."""
+        self._connection.abort(self._inbox.id)
 
     async def aclose(self) -> None:
         """End the stream here; a request that still runs is aborted."""
@@ -129,6 +133,11 @@ class Connection:
         self._reads_on = False
         self._waits_for_socket = False
         self.loop.add_reader(channel.sock, self._on_readable)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have no terminal message yet and that somebody reads."""
+        return len(self._inboxes)
 
     async def submit(self, request: Submit, limit_s: float) -> Stream:
         """Post a request and open its stream."""

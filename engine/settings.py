@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -11,6 +12,8 @@ from msgspec import Meta
 PREFIX = "STENCILPRESS_"
 
 Positive = Annotated[int, Meta(ge=1)]
+MAX_ENGINES = 64
+LogFormat = Literal["text", "json"]
 
 
 class SettingsError(ValueError):
@@ -33,6 +36,11 @@ def read_settings(kind: type[T], environ: Mapping[str, str]) -> T:
         for field in kind.__struct_fields__:
             text = text.replace(f"`$.{field}`", PREFIX + field.upper()).replace(f"`{field}`", PREFIX + field.upper())
         raise SettingsError(text) from None
+
+
+def engine_sockets(first: Path, engines: int) -> list[Path]:
+    """The sockets of several engines beside each other: ``engine.sock``, ``engine-2.sock`` and so on."""
+    return [first if n == 1 else first.with_name(f"{first.stem}-{n}{first.suffix}") for n in range(1, engines + 1)]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +67,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the unified pool; 0 takes a default that fits the device."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """CPU threads of the forward; 0 takes all cores with passive waiting."""
+    hang_limit_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Longest time between two turns of the loop before the supervisor kills it; 0 takes 60 s on a CPU, else 30 s."""
+    log_format: LogFormat = "text"
     engine_fd: int = -1
     """Listening Unix socket, inherited from the supervisor."""
+    heartbeat_fd: int = -1
+    """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""
     generation: Annotated[int, Meta(ge=0)] = 0

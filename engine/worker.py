@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn, Protocol, runtime_checkable
 
+from stencilpress.engine.heartbeat import CPU_LIMIT_S, FIRST_STEP_LIMIT_S, Heartbeat
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import Abort, AskStats, Ensure, Ensured, FromEngine, Submit
 from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Sampled, StepPlan
@@ -54,7 +55,13 @@ class Worker:
     """Drives the parts of one engine. :meth:`stop` alone may be called from elsewhere (a signal handler, a thread)."""
 
     def __init__(
-        self, scheduler: Scheduler, residency: Residency, loader: Loads, runner: Runs | Launches, link: Link
+        self,
+        scheduler: Scheduler,
+        residency: Residency,
+        loader: Loads,
+        runner: Runs | Launches,
+        link: Link,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._residency = residency
@@ -63,6 +70,7 @@ class Worker:
         self._steps_ahead = int(isinstance(runner, Launches))
         self._flights: deque[tuple[StepPlan, Callable[[], Sequence[Sampled]]]] = deque()
         self._link = link
+        self._heartbeat = heartbeat or Heartbeat(-1, CPU_LIMIT_S)
         self._held: dict[int, deque[FromEngine]] = {}
         self._ensures: dict[str, list[tuple[int, int]]] = {}
         self._failed_steps = 0
@@ -90,6 +98,7 @@ class Worker:
 
     def step(self) -> None:
         """One turn of the loop. Sleeps in the drain if there was nothing to run last time."""
+        self._heartbeat.beat()
         self._drain()
         plan = self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
         self._load()
@@ -154,6 +163,8 @@ class Worker:
 
     def _take_off(self, plan: StepPlan) -> None:
         self._resting = False
+        if plan.number == 1:
+            self._heartbeat.expect(FIRST_STEP_LIMIT_S)
         try:
             result = self._launch(plan)
         except Exception as error:  # noqa: BLE001 it counts when the step would have landed

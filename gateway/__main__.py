@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import signal
 import socket
@@ -21,13 +20,15 @@ from aiohttp import WSCloseCode, web
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.client import EngineClient
-from stencilpress.engine.settings import SettingsError, read_settings
+from stencilpress.engine.logs import configure_logs
+from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.cold import ColdTier
@@ -36,6 +37,8 @@ from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.observation import log_context
+from stencilpress.gateway.peers import serve_snapshots
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
@@ -52,15 +55,11 @@ TOKENIZER_THREADS = 2
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
 
-logger = logging.getLogger(__name__)
-
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a traceback for each malformed request
     try:
         settings = read_settings(GatewaySettings, os.environ)
+        configure_logs(settings.log_format, log_context)
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
         return _run(settings)
@@ -86,11 +85,15 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with _services(settings) as services:
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(_services(settings))
         runner = create_runner(services, LAST_EVENTS_S)
         await runner.setup()
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
+        if settings.peer_fd >= 0:
+            peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
+            stack.callback(peers.close)
         await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG).start()
         await stop.wait()
         clean = await _shut_down(services)
@@ -104,7 +107,8 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         db = await stack.enter_async_context(Database(settings.database_url))
-        engine = await stack.enter_async_context(EngineClient(Path(settings.engine_socket)))
+        sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         await check_schema(db)
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
@@ -117,7 +121,7 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
             engine=engine,
             tokenizer=tokenizer,
             base_names=names,
-            metrics=Metrics(),
+            metrics=Metrics(settings.gateway, settings.metrics_tenants),
             drain=Drain(),
             threads=threads,
             started_at=int(time.time()),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stencilpress.engine.client import EngineClient, Stream
+from stencilpress.engine.client import Stream
 from stencilpress.engine.messages import Finished, Token
 from stencilpress.gateway.detokenizer import StopFilter, StopStrings, TokenTable
 from stencilpress.gateway.errors import EngineLostError, UnavailableError, from_finished
@@ -58,9 +58,8 @@ class Delta:
 class Answer:
     """The text of one request to the engine, for one reader. Close it with :meth:`aclose` whatever happens."""
 
-    def __init__(self, client: EngineClient, stream: Stream, index: int, rules: TextRules) -> None:
+    def __init__(self, stream: Stream, index: int, rules: TextRules) -> None:
         self.index = index
-        self._client = client
         self._stream = stream
         self._rules = rules
         self._detokenizer = rules.table.stream()
@@ -90,7 +89,7 @@ class Answer:
             if delta.finish_reason is not None:
                 self._ended = True
                 if finished is None:
-                    self._client.abort(self._stream.id)
+                    self._stream.abort()
             if delta.text or delta.tokens or self._ended:
                 return delta
         raise StopAsyncIteration
@@ -98,7 +97,7 @@ class Answer:
     def cancel(self) -> None:
         """Stop at the reader's wish: the deltas end with the reason ``cancelled``, unless they end before."""
         self._cancelled = True
-        self._client.abort(self._stream.id)
+        self._stream.abort()
 
     async def settle(self) -> Finished:
         """The engine's own count of the tokens, once the deltas have ended. Raises :class:`EngineLostError`."""

@@ -1,44 +1,51 @@
-"""What Prometheus scrapes from a gateway. Labels are routes and status classes, never a name that a client chose."""
+"""What a gateway counts. Labels are routes, status classes and the names of the busiest tenants: all bounded."""
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from stencilpress.engine.messages import Stats
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+MAX_TENANTS = 10_000
+"""Tenants that are counted; beyond, the one that was idle longest is forgotten."""
+MAX_NAMED_ADAPTERS = 256
+"""Adapters that a snapshot names as running, and as waiting."""
 
-_ENGINE_GAUGES = {
-    "running": "Requests in the running batch",
-    "waiting": "Requests that wait for their turn, their adapter or memory",
-    "pages_total": "Pages of the pool",
-    "pages_free": "Pages that nothing uses",
-    "pages_kv": "Pages of keys and values",
-    "pages_adapter": "Pages of adapters",
-    "adapters_hbm": "Adapters in the pool",
-    "adapters_host": "Adapters in host memory",
-}
-_ENGINE_COUNTERS = {
-    "steps": "Steps run",
-    "prompt_tokens": "Prompt tokens computed or taken from the cache",
-    "completion_tokens": "Tokens generated",
-    "preemptions": "Requests that gave up their pages and started again",
-    "adapter_loads": "Adapters brought into the pool",
-    "adapter_evictions": "Adapters that gave up their pages",
-}
+Sample = tuple[str, dict[str, str], float]
+
+
+class Family(msgspec.Struct, array_like=True, frozen=True):
+    """One metric with all its series."""
+
+    name: str
+    kind: str
+    text: str
+    samples: list[Sample]
+
+
+class Snapshot(msgspec.Struct, array_like=True, frozen=True):
+    """All numbers of one gateway at one moment, as gateways show them to each other."""
+
+    gateway: int
+    families: list[Family]
+    running: list[str]
+    """Adapters whose answers have begun."""
+    waiting: list[str]
+    """Adapters of which a request waits for its first token."""
 
 
 class Metrics:
     """The metrics of one gateway process, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway: int = 1, tenants_shown: int = 20) -> None:
+        self._gateway = gateway
         self.registry = CollectorRegistry()
         self.requests = Counter("stencilpress_requests", "HTTP requests", ["route", "status"], registry=self.registry)
         self.prompt_tokens = Counter(
@@ -64,29 +71,107 @@ class Metrics:
         self.slow_clients_cut = Counter(
             "stencilpress_slow_clients_cut", "Clients cut off because they did not read", registry=self.registry
         )
-        self._engine = _EngineCollector()
-        self.registry.register(self._engine)
+        self.tenants = TenantCounts(tenants_shown)
+        self.adapters = AdapterActivity()
 
-    def render(self, engine: Stats | None) -> bytes:
-        """The exposition, with the engine's numbers of this moment; None when no engine answers."""
-        self._engine.stats = engine
-        return generate_latest(self.registry)
+    def snapshot(self) -> Snapshot:
+        """The numbers of this moment."""
+        families = [
+            Family(
+                metric.name, metric.type, metric.documentation, [(s.name, s.labels, s.value) for s in metric.samples]
+            )
+            for metric in self.registry.collect()
+        ]
+        running, waiting = self.adapters.running, self.adapters.waiting
+        return Snapshot(
+            self._gateway,
+            [*families, *self.tenants.families()],
+            sorted(running)[:MAX_NAMED_ADAPTERS],
+            sorted(waiting)[:MAX_NAMED_ADAPTERS],
+        )
 
 
-class _EngineCollector(Collector):
-    """The engine's own counts, passed on as they are."""
+@dataclass(slots=True)
+class _TenantCount:
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class TenantCounts:
+    """Requests and tokens by tenant; those with the most tokens are shown, ``shown`` at most.
+
+    A tenant that drops out of them and comes back has gone on counting, so its series never runs backwards.
+    """
+
+    def __init__(self, shown: int) -> None:
+        self._shown = shown
+        self._counts: OrderedDict[str, _TenantCount] = OrderedDict()
+
+    def add(self, tenant: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count one request that reached an engine."""
+        count = self._counts.pop(tenant, None) or _TenantCount()
+        count.requests += 1
+        count.prompt_tokens += prompt_tokens
+        count.completion_tokens += completion_tokens
+        self._counts[tenant] = count
+        if len(self._counts) > MAX_TENANTS:
+            self._counts.popitem(last=False)
+
+    def families(self) -> Iterator[Family]:
+        """What is shown."""
+        by_tokens = sorted(self._counts.items(), key=lambda item: -(item[1].prompt_tokens + item[1].completion_tokens))
+        shown = by_tokens[: self._shown]
+        for field, text in (
+            ("requests", "Requests of the tenants with the most tokens"),
+            ("prompt_tokens", "Prompt tokens of the tenants with the most tokens"),
+            ("completion_tokens", "Tokens of answers for the tenants with the most tokens"),
+        ):
+            name = f"stencilpress_tenant_{field}"
+            samples = [(f"{name}_total", {"tenant": tenant}, float(getattr(count, field))) for tenant, count in shown]
+            yield Family(name, "counter", text, samples)
+
+
+class AdapterActivity:
+    """Which adapters have requests, by whether their answers have begun. Bounded by the open requests."""
 
     def __init__(self) -> None:
-        self.stats: Stats | None = None
+        self.running: Counts[str] = Counts()
+        self.waiting: Counts[str] = Counts()
 
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
+    @contextmanager
+    def request(self, adapter: str) -> Iterator[ActiveRequest]:
+        """Wraps the making of an answer; ``adapter`` is "" for the base, which is not kept."""
+        active = ActiveRequest(self, adapter)
+        try:
+            yield active
+        finally:
+            active.end()
 
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("stencilpress_engine_up", "Whether the engine answers", float(self.stats is not None))
-        if self.stats is None:
+
+class ActiveRequest:
+    """One request of an adapter: first it waits, then it runs."""
+
+    def __init__(self, activity: AdapterActivity, adapter: str) -> None:
+        self._activity = activity
+        self._adapter = adapter
+        self._state: Counts[str] | None = None
+        self._move(activity.waiting)
+
+    def begin(self) -> None:
+        """Its first token is there."""
+        self._move(self._activity.running)
+
+    def end(self) -> None:
+        self._move(None)
+
+    def _move(self, to: Counts[str] | None) -> None:
+        if not self._adapter:
             return
-        for name, text in _ENGINE_GAUGES.items():
-            yield GaugeMetricFamily(f"stencilpress_engine_{name}", text, getattr(self.stats, name))
-        for name, text in _ENGINE_COUNTERS.items():
-            yield CounterMetricFamily(f"stencilpress_engine_{name}", text, getattr(self.stats, name))
+        if self._state is not None:
+            self._state[self._adapter] -= 1
+            if not self._state[self._adapter]:
+                del self._state[self._adapter]
+        if to is not None:
+            to[self._adapter] += 1
+        self._state = to

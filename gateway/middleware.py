@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-import uuid
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -19,6 +17,7 @@ from stencilpress.gateway.errors import (
     RequestTooLargeError,
 )
 from stencilpress.gateway.keys import Principal, check_route
+from stencilpress.gateway.observation import CURRENT, Observation
 from stencilpress.gateway.services import SERVICES
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -28,7 +27,7 @@ CALLER = web.RequestKey("caller", Principal)
 
 CLIENT_CLOSED = 499
 
-logger = logging.getLogger("stencilpress.access")
+logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked every few seconds by machines: they would bury what people do."""
@@ -37,8 +36,9 @@ PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
 @web.middleware
 async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Name the request, answer errors, count and log the outcome."""
-    request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
-    request[ARRIVED_AT] = time.perf_counter()
+    observed = Observation()
+    request[REQUEST_ID], request[ARRIVED_AT] = observed.request_id, observed.arrived_at
+    CURRENT.set(observed)  # a connection's next request is handled in the same context and sets its own
     status = "closed"  # what stays if the client leaves and the handler is cancelled
     try:
         response = await _answered(request, handler)
@@ -49,7 +49,7 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         route = _route(request)
         request.app[SERVICES].metrics.requests.labels(route, status).inc()
-        _log(request, route, status)
+        observed.log(request.method, route, status, logging.DEBUG if route in PROBES else logging.INFO)
 
 
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -109,6 +109,8 @@ async def authenticate_token(request: web.Request, token: str) -> Principal:
     """
     caller = await request.app[SERVICES].keys.authenticate(token)
     request[CALLER] = caller
+    if observed := CURRENT.get(None):
+        observed.tenant, observed.key_id = caller.tenant, caller.key_id
     check_route(caller, _route(request))
     return caller
 
@@ -125,18 +127,3 @@ def _route(request: web.Request) -> str:
     """The route's pattern, never the path: the number of label values is the number of routes."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "unknown"
-
-
-def _log(request: web.Request, route: str, status: str) -> None:
-    caller = request.get(CALLER)
-    logger.log(
-        logging.DEBUG if route in PROBES else logging.INFO,
-        "%s %s %s %.1f ms %s tenant=%s key=%s",
-        request.method,
-        route,
-        status,
-        (time.perf_counter() - request[ARRIVED_AT]) * 1000,
-        request[REQUEST_ID],
-        caller.tenant if caller else "-",
-        caller.key_id if caller else "-",
-    )

@@ -12,10 +12,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 from aiohttp import web
 
-from stencilpress.engine.client import EngineClient
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.metrics import Metrics
@@ -38,7 +38,7 @@ class Services:
     changes: Changes
     keys: KeyRing
     router: Router
-    engine: EngineClient
+    engine: Engines
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""

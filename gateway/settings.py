@@ -7,14 +7,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from stencilpress.engine.settings import Positive
+from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
 from stencilpress.gateway.intake_records import Dtype
 
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operator may set on a gateway; the last three come from the supervisor."""
+    """What an operator may set on a gateway; what follows ``engine_socket`` comes from the supervisor."""
 
     model_dir: str
     """Folder of the base model, for its tokenizer and chat template."""
@@ -48,9 +48,22 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How often what was deleted is purged and unused blobs are removed."""
     lora_load_dir: str = ""
     """Folder from which an operator's key may load adapters by vLLM's ``/v1/load_lora_adapter``; empty is off."""
+    max_loras: Positive = 16
+    """The engines' setting, told to routers that place requests by adapter."""
+    metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
+    """Tenants with series of their own in the metrics: those with the most tokens."""
+    log_format: LogFormat = "text"
+    engines: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 1
+    """Engines behind this gateway."""
     engine_socket: str
-    """Unix socket of the engine."""
+    """Unix socket of the first engine; the others' are beside it."""
     http_fd: int
     """Listening TCP socket, inherited from the supervisor."""
+    gateway: Positive = 1
+    """The number of this gateway."""
+    peers: str = ""
+    """Names of the sockets at which all gateways tell their metrics, in order, separated by commas."""
+    peer_fd: int = -1
+    """Listening Unix socket of that kind, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""

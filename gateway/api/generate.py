@@ -20,7 +20,9 @@ from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head,
 from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
 from stencilpress.gateway.keys import Principal, check_model
+from stencilpress.gateway.metrics import ActiveRequest
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
+from stencilpress.gateway.observation import CURRENT
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
@@ -35,6 +37,9 @@ class Generation:
     submits: Sequence[Submit]
     rules: TextRules
     choices_per_prompt: int
+    tenant: str
+    adapter: str
+    """The adapter's name, "" for the base."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,7 +94,7 @@ async def plan_generation(
         StopStrings(stops) if stops else None,
         template.sampling.logprobs >= 0,
     )
-    return Generation(route.echo, submits, rules, request.n or 1)
+    return Generation(route.echo, submits, rules, request.n or 1, caller.tenant, route.adapter)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
@@ -122,8 +127,9 @@ async def respond(
 class OpenAnswers:
     """The answers of one generation while they are made, timed as they come."""
 
-    def __init__(self, services: Services, arrived_at: float) -> None:
+    def __init__(self, services: Services, arrived_at: float, active: ActiveRequest) -> None:
         self.each: list[Answer] = []
+        self._active = active
         self._services = services
         self._arrived_at = arrived_at
         self._first = True
@@ -155,6 +161,8 @@ class OpenAnswers:
                 elif self._first:
                     self._first = False
                     metrics.time_to_first_token.observe(now - self._arrived_at)
+                    self._active.begin()
+                    CURRENT.get().first_token(now)
                 last = now
                 await consume(answer.index, delta)
         except EngineLostError:
@@ -167,8 +175,12 @@ class OpenAnswers:
 async def answers(services: Services, generation: Generation, arrived_at: float) -> AsyncIterator[OpenAnswers]:
     """Submit everything; at the end, however it comes, abort what still runs and count the tokens."""
     metrics = services.metrics
-    with services.drain.answering(), metrics.answers_open.track_inprogress():
-        opened = OpenAnswers(services, arrived_at)
+    with (
+        services.drain.answering(),
+        metrics.answers_open.track_inprogress(),
+        metrics.adapters.request(generation.adapter) as active,
+    ):
+        opened = OpenAnswers(services, arrived_at, active)
         try:
             first = generation.submits[0]
             async with services.using(first.adapter, first.tenant):
@@ -178,8 +190,18 @@ async def answers(services: Services, generation: Generation, arrived_at: float)
         finally:
             for answer in opened.each:  # none of this waits, so a cancelled request is counted all the same
                 await answer.aclose()
-            metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in opened.each))
-            metrics.prompt_tokens.inc(generation.prompt_tokens if opened.each else 0)
+            if opened.each:
+                _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
+
+
+def _count(services: Services, generation: Generation, completion_tokens: int) -> None:
+    metrics, prompt_tokens = services.metrics, generation.prompt_tokens
+    metrics.prompt_tokens.inc(prompt_tokens)
+    metrics.completion_tokens.inc(completion_tokens)
+    metrics.tenants.add(generation.tenant, prompt_tokens, completion_tokens)
+    observed = CURRENT.get()
+    observed.model, observed.adapter = generation.model, generation.adapter
+    observed.prompt_tokens, observed.completion_tokens = prompt_tokens, completion_tokens
 
 
 async def _submit(services: Services, submit: Submit, index: int, rules: TextRules) -> Answer:
@@ -191,7 +213,7 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
         raise _no_engine() from None
     except ValueError:
         raise InvalidRequestError("The prompt is too long for this server.", code="capacity_exceeded") from None
-    return Answer(services.engine, stream, index, rules)
+    return Answer(stream, index, rules)
 
 
 def engine_welcome(services: Services) -> Welcome:

@@ -6,13 +6,10 @@ import asyncio
 
 from aiohttp import web
 
-from stencilpress.engine.client import EngineError
-from stencilpress.engine.messages import Stats
 from stencilpress.gateway.errors import EngineLostError, UnavailableError
-from stencilpress.gateway.metrics import CONTENT_TYPE
-from stencilpress.gateway.services import SERVICES, Services
-
-STATS_LIMIT_S = 1.0
+from stencilpress.gateway.exposition import CONTENT_TYPE, render
+from stencilpress.gateway.peers import ask_peers
+from stencilpress.gateway.services import SERVICES
 
 
 async def healthz(_request: web.Request) -> web.Response:
@@ -21,7 +18,7 @@ async def healthz(_request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Requests can be answered: the engine is connected, the catalog answers, and no shutdown has begun."""
+    """Requests can be answered: an engine is connected, the catalog answers, and no shutdown has begun."""
     services = request.app[SERVICES]
     if services.drain.draining:
         raise UnavailableError("The server is shutting down; try again shortly.")
@@ -32,14 +29,11 @@ async def readyz(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """The numbers of all gateways and engines, whichever gateway is asked."""
     services = request.app[SERVICES]
-    body = services.metrics.render(await _engine_stats(services))
+    settings = services.settings
+    names = settings.peers.split(",")
+    others, engines = await asyncio.gather(ask_peers(names, settings.gateway), services.engine.stats())
+    snapshots = sorted([services.metrics.snapshot(), *others], key=lambda snapshot: snapshot.gateway)
+    body = render(snapshots, len(names), engines, settings.max_loras)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
-
-
-async def _engine_stats(services: Services) -> Stats | None:
-    try:
-        async with asyncio.timeout(STATS_LIMIT_S):
-            return await services.engine.stats()
-    except (EngineError, TimeoutError):
-        return None

@@ -25,11 +25,9 @@ async def list_models(request: web.Request) -> web.Response:
     bases = [_base_card(services, name) for name in services.base_names if caller.scopes.allows_model("")]
     adapters = await list_adapters(services.db, caller.tenant_id)
     shared = await list_shared(services.db, caller.tenant_id)
-    own = [
-        _adapter_card(services, adapter, caller.tenant) for adapter in adapters if _is_listed(services, caller, adapter)
-    ]
-    lent = [_adapter_card(services, adapter, SHARED) for adapter in shared if _is_listed(services, caller, adapter)]
-    return _json({"object": "list", "data": [*bases, *own, *lent]})
+    owned = [*((adapter, caller.tenant) for adapter in adapters), *((adapter, SHARED) for adapter in shared)]
+    served = [_adapter_card(services, one, owner) for one, owner in owned if _is_listed(services, caller, one)]
+    return _json({"object": "list", "data": [*bases, *served]})
 
 
 async def retrieve_model(request: web.Request) -> web.Response:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.api.wire import chat_endpoint
 from stencilpress.gateway.errors import ApiError, AuthenticationError, InvalidRequestError, NotFoundError
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
+from stencilpress.gateway.observation import CURRENT, Observation
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import SlowClientError, encode_text
 
@@ -193,15 +193,20 @@ class ChatConnection:
 
     async def _run(self, response: _Response, body: msgspec.Raw) -> None:
         """One response from its body to ``response.done``; a refused body ends it with an ``error`` event."""
+        observed, outcome = Observation(CURRENT.get().request_id), "closed"
+        CURRENT.set(observed)  # of this task alone
         try:
-            await self._answer(response, body, time.perf_counter())
+            await self._answer(response, body, observed.arrived_at)
+            outcome = _status(response.reasons)
         except ConnectionError:
             pass  # the client is gone, which the reader notices too
         except Exception as error:  # noqa: BLE001 - the outermost frame of a task: whatever it is, the client is told
+            outcome = "failed"
             with suppress(ConnectionError):
                 await self._send_failure(response, to_api_error(error, self._request))
         finally:
             del self._responses[response.id]
+            observed.log("WS", "response.create", outcome)
 
     async def _answer(self, response: _Response, body: msgspec.Raw, arrived_at: float) -> None:
         services = self._services

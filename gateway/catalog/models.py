@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     TypeDecorator,
     UniqueConstraint,
+    false,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
@@ -80,6 +81,11 @@ class TenantRow(Table):
         CheckConstraint("stored_bytes >= 0", "stored_bytes_natural"),
         CheckConstraint("max_tokens >= 1", "max_tokens_positive"),
         CheckConstraint("default_max_tokens >= 1", "default_max_tokens_positive"),
+        CheckConstraint("requests_per_minute >= 1", "requests_per_minute_positive"),
+        CheckConstraint("tokens_per_minute >= 1", "tokens_per_minute_positive"),
+        CheckConstraint("concurrent_streams >= 1", "concurrent_streams_positive"),
+        CheckConstraint("tokens_per_day >= 1", "tokens_per_day_positive"),
+        CheckConstraint("tokens_per_month >= 1", "tokens_per_month_positive"),
         {"sqlite_autoincrement": True},  # an id is an engine's handle of the tenant: never reused
     )
 
@@ -98,6 +104,13 @@ class TenantRow(Table):
     max_tokens: Mapped[int | None]
     default_max_tokens: Mapped[int | None]
     deleted_at: Mapped[datetime | None]
+    requests_per_minute: Mapped[int | None]
+    tokens_per_minute: Mapped[int | None] = mapped_column(BigInteger)
+    concurrent_streams: Mapped[int | None]
+    tokens_per_day: Mapped[int | None] = mapped_column(BigInteger)
+    tokens_per_month: Mapped[int | None] = mapped_column(BigInteger)
+    time_zone: Mapped[str] = mapped_column(String(64), server_default=text("'UTC'"))
+    quota_shadow: Mapped[bool] = mapped_column(server_default=false())
 
 
 class KeyRow(Table):

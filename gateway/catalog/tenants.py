@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.catalog.audit import Target, audit
-from stencilpress.gateway.catalog.limits import changed, checked, to_columns, to_limits
+from stencilpress.gateway.catalog.limits import changed, checked, flat, to_limits
 from stencilpress.gateway.catalog.models import TenantRow
 from stencilpress.gateway.catalog.records import Tenant, TenantLimits
 from stencilpress.gateway.catalog.session import Database
@@ -31,7 +31,7 @@ async def create_tenant(
         name=check_tenant_name(name),
         prefix_salt=secrets.token_bytes(SALT_BYTES),
         created_at=datetime.now(UTC),
-        **to_columns(checked(limits or TenantLimits())),
+        **flat(checked(limits or TenantLimits())),
     )
     try:
         async with db.write() as session:
@@ -72,7 +72,7 @@ async def change_tenant(db: Database, name: str, changes: Mapping[str, Any], *, 
     async with db.write() as session:
         row = await tenant_row(session, name, lock=True)
         before = _facts(row)
-        for column, value in to_columns(changed(to_limits(row), changes)).items():
+        for column, value in flat(changed(to_limits(row), changes)).items():
             setattr(row, column, value)
         audit(session, actor, "tenant.change", _target(row), before, _facts(row))
     return to_tenant(row)
@@ -129,4 +129,4 @@ def _target(row: TenantRow) -> Target:
 
 def _facts(row: TenantRow) -> dict[str, Any]:
     """What an audit entry shows of a tenant."""
-    return {**to_columns(to_limits(row)), "disabled_at": row.disabled_at, "deleted_at": row.deleted_at}
+    return {**flat(to_limits(row)), "disabled_at": row.disabled_at, "deleted_at": row.deleted_at}

@@ -11,6 +11,15 @@ from alembic import op
 revision = "0002"
 down_revision = "0001"
 
+_QUOTA = (
+    "quota_shadow",
+    "time_zone",
+    "tokens_per_month",
+    "tokens_per_day",
+    "concurrent_streams",
+    "tokens_per_minute",
+    "requests_per_minute",
+)
 _Instant = sa.DateTime(timezone=True)
 
 
@@ -61,6 +70,13 @@ def _tenants() -> None:
         sa.Column("max_tokens", sa.Integer, _check("max_tokens", 1)),
         sa.Column("default_max_tokens", sa.Integer, _check("default_max_tokens", 1)),
         sa.Column("deleted_at", _Instant),
+        sa.Column("requests_per_minute", sa.Integer, _check("requests_per_minute", 1)),
+        sa.Column("tokens_per_minute", sa.BigInteger, _check("tokens_per_minute", 1)),
+        sa.Column("concurrent_streams", sa.Integer, _check("concurrent_streams", 1)),
+        sa.Column("tokens_per_day", sa.BigInteger, _check("tokens_per_day", 1)),
+        sa.Column("tokens_per_month", sa.BigInteger, _check("tokens_per_month", 1)),
+        sa.Column("time_zone", sa.String(64), server_default="UTC", nullable=False),
+        sa.Column("quota_shadow", sa.Boolean, server_default=sa.false(), nullable=False),
     ):
         op.add_column("tenants", column)
 
@@ -89,7 +105,7 @@ def downgrade() -> None:
     op.create_index("ix_api_keys_tenant_id", "api_keys", ["tenant_id"])
     for column in ("previous_expires_at", "previous_hash", "routes", "models", "role"):
         op.drop_column("api_keys", column)
-    for column in ("deleted_at", "default_max_tokens", "max_tokens", "stored_bytes", "max_versions"):
+    for column in (*_QUOTA, "deleted_at", "default_max_tokens", "max_tokens", "stored_bytes", "max_versions"):
         op.drop_column("tenants", column)
     if op.get_bind().dialect.name == "postgresql":
         op.alter_column("tenants", "name", type_=sa.String(63, collation="default"))

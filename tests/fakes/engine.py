@@ -15,6 +15,7 @@ the limits of a real base)::
     python -m tests.fakes.engine [--tokens-per-step 1] [--step-delay-ms 0] [--crash-after N] [--hang-after N]
         [--missing DIGEST]... [--max-model-len N] [--socket PATH]
 
+It shows its signs of life as the engine does (``STENCILPRESS_HEARTBEAT_FD``, ``STENCILPRESS_HANG_LIMIT_S``).
 ``--crash-after`` kills the process with SIGKILL once N tokens were sent, ``--hang-after`` stops it from reading and
 writing then, with its connections open. Restarts read the same options.
 
@@ -47,6 +48,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stencilpress.engine import lifeline
+from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
@@ -124,8 +126,9 @@ class _Report:
 class FakeEngine:
     """The loop. ``listener`` is a listening SOCK_SEQPACKET socket, which it owns from here on."""
 
-    def __init__(self, listener: socket.socket, options: Options) -> None:
+    def __init__(self, listener: socket.socket, options: Options, heartbeat: Heartbeat | None = None) -> None:
         self.options = options
+        self._heartbeat = heartbeat or Heartbeat(-1, CPU_LIMIT_S)
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
         self.crashed = False
@@ -141,6 +144,7 @@ class FakeEngine:
         """Serve until :meth:`stop` or :meth:`crash`, or until ``crash_after`` tokens were sent."""
         try:
             while self._running:
+                self._heartbeat.beat()
                 for event in self._link.poll(self._pause_s()):
                     self._take(event)
                 self._send_kept()
@@ -171,9 +175,9 @@ class FakeEngine:
         self._paused = False
         self._link.wake()
 
-    def _pause_s(self) -> float | None:
+    def _pause_s(self) -> float:
         if not self._requests or self._paused or all(connection in self._kept for connection, _ in self._requests):
-            return None
+            return 1.0
         return max(0.0, self._next_step_at - time.monotonic())
 
     def _take(self, event: Received | Closed) -> None:
@@ -326,7 +330,8 @@ def main() -> None:
     if fd := os.environ.get("STENCILPRESS_LIFELINE_FD"):
         lifeline.hold(int(fd))
     listener = listen(given.socket) if given.socket else socket.socket(fileno=int(os.environ["STENCILPRESS_ENGINE_FD"]))
-    engine = FakeEngine(listener, options)
+    fd, limit_s = (os.environ.get(f"STENCILPRESS_{name}", "-1") for name in ("HEARTBEAT_FD", "HANG_LIMIT_S"))
+    engine = FakeEngine(listener, options, Heartbeat(int(fd), float(limit_s)))
     signal.signal(signal.SIGTERM, lambda *_: engine.stop())
     engine.run()
     if engine.crashed:

@@ -1,7 +1,7 @@
 """The real supervisor over the fake engine and the fake gateway; what `stencilpress serve` is, without a model.
 
-``python -m tests.fakes.serve DATA [--host H] [--port P] [--gateways N] [--engine "ARGS"] [--gateway "ARGS"]``; prints
-``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine.
+``python -m tests.fakes.serve DATA [--host H] [--port P] [--gateways N] [--engines N] [--engine "ARGS"]
+[--gateway "ARGS"]``; prints ``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--engine", default="")
     parser.add_argument("--engine-command", default="")
     parser.add_argument("--gateway", default="")
@@ -33,6 +34,7 @@ def main() -> int:
         host=given.host,
         port=given.port,
         gateways=given.gateways,
+        engines=given.engines,
         environment=dict(os.environ),
         engine_command=shlex.split(given.engine_command)
         or [sys.executable, "-m", "tests.fakes.engine", *shlex.split(given.engine)],

@@ -31,6 +31,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
@@ -126,10 +127,10 @@ async def running_gateway(
             changes=changes,
             keys=KeyRing(db, changes),
             router=Router(db, BaseNames.of(BASE_NAMES), changes),
-            engine=client,
+            engine=Engines([client]),
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
-            metrics=Metrics(),
+            metrics=Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants),
             drain=Drain(),
             threads=threads,
             started_at=int(time.time()),

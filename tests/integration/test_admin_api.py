@@ -12,8 +12,7 @@ from openapi_spec_validator import validate
 
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.api.admin.views import LimitChanges, TenantView
-from stencilpress.gateway.catalog.limits import OPTIONAL, RANGES
-from stencilpress.gateway.catalog.records import TenantLimits
+from stencilpress.gateway.catalog.limits import FIELDS, OPTIONAL, RANGES
 from tests.integration.admin_client import DOCUMENT, AdminClient, admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway
 
@@ -50,7 +49,7 @@ async def test_the_document_is_valid_openapi_and_served_as_it_is(gateway: Gatewa
 
 def test_the_ranges_of_the_document_are_those_that_are_checked() -> None:
     schema = DOCUMENT["components"]["schemas"]["LimitChanges"]["properties"]
-    assert set(schema) == set(TenantLimits.__dataclass_fields__) == set(LimitChanges.__struct_fields__)
+    assert set(schema) == set(FIELDS) == set(LimitChanges.__struct_fields__)
     assert set(schema) < set(TenantView.__struct_fields__)
     for field, (low, high) in RANGES.items():
         choices = schema[field].get("anyOf", [schema[field]])
@@ -88,6 +87,10 @@ async def test_a_tenants_life(gateway: Gateway, operator: AdminClient) -> None:
         ({"target_modules": ["q_porj"]}, "target_modules"),
         ({"target_modules": []}, "target_modules"),
         ({"max_tokens": 10, "default_max_tokens": 11}, "default_max_tokens"),
+        ({"tokens_per_day": 0}, "tokens_per_day"),
+        ({"time_zone": "Mars/Olympus"}, "time_zone"),
+        ({"time_zone": "../../etc/passwd"}, "time_zone"),
+        ({"time_zone": None}, "time_zone"),
         ({"prefix_salt": "x"}, "prefix_salt"),
         ({"id": 7}, "id"),
         ({"deleted_at": None}, "deleted_at"),
@@ -207,7 +210,7 @@ async def test_an_operators_key_does_not_exist_for_its_tenants_admin(admin: Admi
     assert hidden not in [one["id"] for one in (await admin("GET", "/tenants/demo/keys"))["data"]]
     assert hidden in [one["id"] for one in (await operator("GET", "/tenants/demo/keys"))["data"]]
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/rotate"), ("PATCH", "")):
-        body = {} if method in ("POST", "PATCH") else None
+        body: dict[str, str] | None = {} if method in ("POST", "PATCH") else None
         await admin(method, f"/tenants/demo/keys/{hidden}{path}", body, status=404)
     assert (await operator("GET", f"/tenants/demo/keys/{hidden}"))["revoked_at"] is None
 
@@ -218,11 +221,14 @@ async def test_pages_join_to_the_whole_list(admin: AdminClient, operator: AdminC
         await operator("POST", "/tenants", {"name": f"t{number}"}, status=201)
     for client, path in ((admin, "/tenants/demo/keys"), (operator, "/tenants"), (operator, "/audit")):
         whole = (await client("GET", f"{path}?limit=200"))["data"]
-        pages, after = [], ""
-        while after is not None:
+        pages: list[Any] = []
+        after = ""
+        while True:
             page = await client("GET", f"{path}?limit=3&after={after}")
             assert len(page["data"]) <= 3
             pages += page["data"]
+            if page["next"] is None:
+                break
             after = page["next"]
         assert pages == whole
         assert len(whole) > 6

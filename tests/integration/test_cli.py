@@ -20,15 +20,26 @@ import msgspec
 import pytest
 from click.testing import Result
 
-from stencilpress.cli import ENGINE_OPTIONS, main
+from stencilpress.cli import main
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.serving import ENGINE_OPTIONS
 from stencilpress.settings import default_data_dir
 from tests.integration.conftest import Cli
 from tests.tiny import BASE_ID
 
 ROOT = Path(__file__).parents[2]
-SUPERVISED = ("engine_fd", "engine_socket", "http_fd", "lifeline_fd", "generation")
+SUPERVISED = (
+    "engine_fd",
+    "engine_socket",
+    "http_fd",
+    "lifeline_fd",
+    "heartbeat_fd",
+    "peer_fd",
+    "peers",
+    "gateway",
+    "generation",
+)
 INTERNAL = {"model_dir", "adapters_dir", *SUPERVISED}
 """Settings that `serve` and the supervisor make; an operator has no use for them."""
 
@@ -336,7 +347,7 @@ def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def test_every_command_option_and_setting_is_documented() -> None:
-    text = (ROOT / "docs" / "cli.md").read_text()
+    text = "".join((ROOT / "docs" / file).read_text() for file in ("cli.md", "operations.md"))
     for name, command in commands(main):
         section = re.search(rf"^#+ `stencilpress {name}\b.*?(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)
         assert section, f"no section for `stencilpress {name}`"
@@ -351,7 +362,7 @@ def test_every_command_option_and_setting_is_documented() -> None:
 
 
 def test_serve_offers_every_setting_of_the_engine() -> None:
-    assert set(ENGINE_OPTIONS) == set(EngineSettings.__struct_fields__) - INTERNAL
+    assert set(ENGINE_OPTIONS) == set(EngineSettings.__struct_fields__) - INTERNAL - {"log_format"}
     defaults = {field.name: field.default for field in msgspec.structs.fields(EngineSettings)}
     text = (ROOT / "docs" / "cli.md").read_text()
     for name in ENGINE_OPTIONS:

@@ -36,7 +36,7 @@ async def test_routes_and_metrics_are_those_that_are_documented(tmp_path: Path) 
         assert routes == set(ROUTE.findall(TEXT)) - {("GET", "/admin/api/v1/…")}
         async with gateway.http.get(f"{gateway.url}/metrics") as answer:
             exposed = set(re.findall(r"^# TYPE (\S+)", await answer.text(), re.MULTILINE))
-    named = set(re.findall(r"`(stencilpress_\w+)`", section("Metrics")))
+    named = set(re.findall(r"`((?:stencilpress_|vllm:)\w+)`", section("Metrics")))
     assert {name for name in exposed if not name.endswith("_created")} == named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,6 +18,9 @@ from typing import cast
 
 import psutil
 import pytest
+
+from stencilpress.children import PULSE_INTERVAL_S
+from stencilpress.engine.threads import usable_cores
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 5.0
@@ -241,3 +245,39 @@ def test_a_deep_data_folder_works_though_a_socket_address_is_short(tmp_path: Pat
 def test_any_address_is_probed_on_loopback(tmp_path: Path) -> None:
     with serving(tmp_path, "--host", "0.0.0.0") as server:  # noqa: S104
         assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_an_engine_that_hangs_is_killed_and_the_next_one_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STENCILPRESS_HANG_LIMIT_S", "1")
+    with serving(tmp_path, "--engine=--step-delay-ms 20") as server:
+        stream = server.open("/stream/100000")
+        assert stream.readline() == b"1\n"
+        [engine] = server.children("engine")
+        engine.suspend()
+        assert stream.read().endswith(b"finished error engine_lost")
+        eventually(server.ready)
+        assert server.children("engine") not in ([], [engine])
+
+
+def test_an_engine_that_takes_its_time_to_start_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STENCILPRESS_HANG_LIMIT_S", "0.1")
+    slow = f"import time, runpy, sys; time.sleep({PULSE_INTERVAL_S * 5}); sys.argv = ['engine']; "
+    slow += "runpy.run_module('tests.fakes.engine', run_name='__main__')"
+    with serving(tmp_path, "--engine-command", shlex.join([sys.executable, "-c", slow])) as server:
+        server.process.terminate()
+        assert server.process.stderr is not None
+        assert "hangs" not in server.process.stderr.read()
+
+
+def test_two_engines_have_a_socket_each_and_one_may_be_lost(tmp_path: Path) -> None:
+    with serving(tmp_path, "--engines", "2", "--engine=--step-delay-ms 1") as server:
+        engines = server.children("engine")
+        assert len(engines) == 2
+        assert {path.name for path in (tmp_path / "v1" / "run").glob("*.sock")} == {"engine.sock", "engine-2.sock"}
+        threads = {engine.environ()["STENCILPRESS_THREADS"] for engine in engines}
+        assert threads == {str(max(1, usable_cores() // 2))}
+        engines[1].kill()
+        eventually(lambda: len(server.children("engine")) == 2)
+        assert engines[0] in server.children("engine")

@@ -19,6 +19,7 @@ from stencilpress.gateway.api.schemas import (
     parse_completion,
     template_messages,
 )
+from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ContextLengthError, InvalidRequestError
 
 SLOW_START = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -348,7 +349,19 @@ def test_seeds_of_choices_are_fixed_by_the_first_and_all_differ() -> None:
 
 def test_limits_come_from_the_engine() -> None:
     welcome = Welcome(1, 1, "b", "f", vocab_size=9, max_model_len=8, max_lora_rank=4, eos_ids=(1, 2))
-    assert Limits.of(welcome, 5) == Limits(8, 9, 5, (1, 2))
+    assert Limits.of(welcome, 5, TenantLimits()) == Limits(8, 9, 5, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("longest", "default", "expected"),
+    [(None, None, 5), (None, 3, 3), (None, 7, 7), (4, None, 4), (6, None, 5), (6, 6, 6), (4, 2, 2)],
+)
+def test_a_tenants_default_goes_before_the_servers_and_its_longest_before_both(
+    longest: int | None, default: int | None, expected: int
+) -> None:
+    welcome = Welcome(1, 1, "b", "f", vocab_size=9, max_model_len=8, max_lora_rank=4, eos_ids=(1, 2))
+    limits = Limits.of(welcome, 5, TenantLimits(max_tokens=longest, default_max_tokens=default))
+    assert (limits.default_max_tokens, limits.max_tokens) == (expected, longest)
 
 
 def test_of_a_name_that_comes_twice_only_the_checked_value_is_read() -> None:

@@ -5,7 +5,6 @@ The `stencilpress` command prints the same. Limits and their ranges are those of
 
 from __future__ import annotations
 
-from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -13,12 +12,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stencilpress.gateway.access import MAX_SCOPES, Role
-from stencilpress.gateway.catalog.limits import MAX_BYTES, MAX_COUNT
-from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant, TenantLimits
+from stencilpress.gateway.catalog.limits import MAX_BYTES, MAX_COUNT, flat
+from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant
 from stencilpress.gateway.keys import MAX_LABEL_CHARS, MAX_OVERLAP, IssuedKey
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
 Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Names = Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=MAX_SCOPES)]
 Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS, description="What the key is for.")]
@@ -41,6 +41,16 @@ class LimitChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     default_max_tokens: (
         Annotated[Positive | None, Meta(description="Longest answer of a request that does not say.")] | UnsetType
     ) = UNSET
+
+    requests_per_minute: Annotated[Positive | None, Meta(description="Requests in a minute.")] | UnsetType = UNSET
+    tokens_per_minute: (
+        Annotated[Tokens | None, Meta(description="Prompt and answer tokens in a minute.")] | UnsetType
+    ) = UNSET
+    concurrent_streams: Annotated[Positive | None, Meta(description="Requests in progress.")] | UnsetType = UNSET
+    tokens_per_day: Annotated[Tokens | None, Meta(description="Tokens from midnight.")] | UnsetType = UNSET
+    tokens_per_month: Annotated[Tokens | None, Meta(description="Tokens from the first.")] | UnsetType = UNSET
+    time_zone: Annotated[str, Meta(max_length=64, description="Whose midnight: an IANA name.")] | UnsetType = UNSET
+    quota_shadow: Annotated[bool, Meta(description="Report what would be refused, refuse nothing.")] | UnsetType = UNSET
 
 
 class NewTenant(LimitChanges, frozen=True, kw_only=True):
@@ -65,17 +75,22 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes: int
     max_tokens: int | None
     default_max_tokens: int | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_streams: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+    time_zone: str
+    quota_shadow: bool
 
     @classmethod
     def of(cls, one: Tenant) -> TenantView:
-        limits = {field.name: getattr(one.limits, field.name) for field in fields(TenantLimits)}
-        modules = one.limits.target_modules
         return cls(
             name=one.name,
             created_at=one.created_at,
             disabled_at=one.disabled_at,
             deleted_at=one.deleted_at,
-            **{**limits, "target_modules": None if modules is None else list(modules)},
+            **flat(one.limits),
         )
 
 

@@ -1,0 +1,139 @@
+"""All engines of a server behind one face, and which of them a request goes to.
+
+Requests of one adapter meet on one engine, so that it is loaded once: each engine is ranked by a hash of itself and
+the adapter's digest (rendezvous hashing), which every gateway ranks alike and which moves nobody else's adapters when
+an engine goes or comes. An engine that is too busy is passed over (consistent hashing with bounded loads, Mirrokni,
+Thorup and Zadimoghaddam 2018). Requests for the base alone go to the engine with the least to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from hashlib import blake2b
+from types import TracebackType
+
+import msgspec
+
+from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
+from stencilpress.engine.messages import Ensured, Stats, Submit, Welcome
+
+LOAD_FACTOR = 1.25
+"""An engine may have this many times the mean of open requests before its adapters overflow to others."""
+ALWAYS_TAKEN = 8
+"""Open requests below which an engine is never too busy: a batch this small costs nobody anything."""
+MAX_RANKED = 1 << 16
+STATS_LIMIT_S = 1.0
+
+
+class Engines:
+    """The engines of ``clients``, all of one base and with the same settings. Also an async context manager.
+
+    Loads are counted by this gateway alone: the others take their shares of the same callers, so they see much the
+    same. Of engines with equally little to do chance picks one, or all gateways would pick the same.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient]) -> None:
+        self._clients = clients
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Engines:
+        for client in self._clients:
+            await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def close(self) -> None:
+        """Disconnect from all; open streams end with ``engine_lost``."""
+        for client in self._clients:
+            await client.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether any engine is connected."""
+        return any(client.ready for client in self._clients)
+
+    async def wait_ready(self) -> Welcome:
+        """Wait until one engine is connected."""
+        waits = [asyncio.ensure_future(client.wait_ready()) for client in self._clients]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.welcome
+
+    @property
+    def welcome(self) -> Welcome:
+        """What every connected engine can take. Raises :class:`EngineUnavailableError` without one."""
+        welcomes = [client.welcome for client in self._clients if client.ready]
+        if not welcomes:
+            raise EngineUnavailableError("no engine is connected")
+        least = min(welcomes, key=lambda welcome: welcome.max_model_len)
+        rank = min(welcome.max_lora_rank for welcome in welcomes)
+        return least if rank == least.max_lora_rank else msgspec.structs.replace(least, max_lora_rank=rank)
+
+    async def submit(self, request: Submit) -> Stream:
+        """Hand a request to the engine that it belongs to, or to the next one if that is lost in this moment.
+
+        Raises as :meth:`EngineClient.submit` does.
+        """
+        while True:
+            client = self._clients[self.choose(request.adapter)]
+            try:
+                return await client.submit(request)
+            except EngineUnavailableError:
+                if not self.ready:
+                    raise
+
+    def choose(self, adapter: str) -> int:
+        """The engine for an adapter's request, or for the base ("") now. Raises :class:`EngineUnavailableError`."""
+        ready = [index for index, client in enumerate(self._clients) if client.ready]
+        if not ready:
+            raise EngineUnavailableError("no engine is connected")
+        if len(ready) == 1:
+            return ready[0]
+        loads = {index: self._clients[index].open_requests for index in ready}
+        if not adapter:
+            return min(ready, key=lambda index: (loads[index], random.random()))  # noqa: S311 - no secret
+        most = max(ALWAYS_TAKEN, math.ceil(LOAD_FACTOR * (sum(loads.values()) + 1) / len(ready)))
+        return next(index for index in ranking(adapter, len(self._clients)) if loads.get(index, most) < most)
+
+    async def ensure(self, adapter: str) -> Ensured:
+        """Have an adapter brought in and checked where its requests go. Raises as :meth:`EngineClient.ensure` does."""
+        return await self._clients[self.choose(adapter)].ensure(adapter)
+
+    async def stats(self) -> list[Stats | None]:
+        """The numbers of each engine; None for one that does not answer within a second."""
+        return list(await asyncio.gather(*(_stats(client) for client in self._clients)))
+
+    @property
+    def open_requests(self) -> Sequence[int]:
+        """Open requests of this gateway, by engine."""
+        return [client.open_requests for client in self._clients]
+
+
+@functools.lru_cache(MAX_RANKED)
+def ranking(adapter: str, engines: int) -> tuple[int, ...]:
+    """All engines, the one that an adapter's requests belong to first."""
+
+    def score(index: int) -> bytes:
+        return blake2b(adapter.encode(), digest_size=8, salt=index.to_bytes(16, "little")).digest()
+
+    return tuple(sorted(range(engines), key=score))
+
+
+async def _stats(client: EngineClient) -> Stats | None:
+    try:
+        async with asyncio.timeout(STATS_LIMIT_S):
+            return await client.stats()
+    except (EngineUnavailableError, TimeoutError):
+        return None

@@ -1,0 +1,67 @@
+"""What is known of the request at hand, for its log lines: filled in by whoever learns it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from stencilpress.engine.logs import FIELDS
+
+access_logger = logging.getLogger("stencilpress.access")
+
+
+@dataclass(slots=True)
+class Observation:
+    """One request, or one response on a WebSocket. What does not apply is empty or 0."""
+
+    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
+    arrived_at: float = field(default_factory=time.perf_counter)
+    """``time.perf_counter()`` when the head of the request was read."""
+    tenant: str = ""
+    key_id: str = ""
+    model: str = ""
+    """As the answer names it: resolved to a version."""
+    adapter: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    time_to_first_token_s: float = 0.0
+
+    def first_token(self, now: float) -> None:
+        """Text for the client has come, for the first time."""
+        self.time_to_first_token_s = now - self.arrived_at
+
+    def log(self, method: str, route: str, status: str, level: int = logging.INFO) -> None:
+        """The one line that the access log has of it."""
+        fields: dict[str, Any] = {
+            "method": method,
+            "route": route,
+            "status": status,
+            "duration_ms": round((time.perf_counter() - self.arrived_at) * 1000, 1),
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "key": self.key_id,
+        }
+        if self.model:
+            fields |= {
+                "model": self.model,
+                "ttft_ms": round(self.time_to_first_token_s * 1000, 1),
+                "prompt_tokens": self.prompt_tokens,
+                "completion_tokens": self.completion_tokens,
+            }
+        shown = {name: value for name, value in fields.items() if name not in ("method", "route", "status")}
+        text = " ".join(f"{name}={value or '-'}" for name, value in shown.items())
+        access_logger.log(level, "%s %s %s %s", method, route, status, text, extra={FIELDS: fields})
+
+
+CURRENT: ContextVar[Observation] = ContextVar("observation")
+"""Of the request that this task works for; unset outside of any."""
+
+
+def log_context() -> dict[str, str]:
+    """What every log line of a request carries."""
+    observed = CURRENT.get(None)
+    return {} if observed is None else {"request_id": observed.request_id, "tenant": observed.tenant}

@@ -1,0 +1,134 @@
+"""Several engines behind one face: affinity, bounded loads, a lost engine. Real clients, fake engines in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
+from stencilpress.engine.messages import Sampling, Submit, pack_tokens
+from stencilpress.gateway.engines import ALWAYS_TAKEN, LOAD_FACTOR, Engines, ranking
+from tests.fakes.engine import FakeEngine, Options, running_engine
+
+COUNT = 3
+
+
+def digest(number: int) -> str:
+    return f"{number:064x}"
+
+
+def submit(adapter: str = "") -> Submit:
+    return Submit(0, pack_tokens([1, 2]), adapter, 1000, Sampling())
+
+
+@dataclass
+class Fleet:
+    engines: Engines
+    fakes: list[FakeEngine]
+
+    async def loaded(self, adapter: str = "", count: int = 1) -> list[Stream]:
+        """Streams that stay open: the fakes are paused."""
+        return [await self.engines.submit(submit(adapter)) for _ in range(count)]
+
+    async def ready(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while sum(client.ready for client in self.engines._clients) != count:  # noqa: ASYNC110 - of all, not of one
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    async with AsyncExitStack() as stack:
+        paths = [tmp_path / f"{number}.sock" for number in range(COUNT)]
+        fakes = [stack.enter_context(running_engine(path, Options())) for path in paths]
+        engines = await stack.enter_async_context(Engines([EngineClient(path) for path in paths]))
+        fleet = Fleet(engines, fakes)
+        await fleet.ready(COUNT)
+        for fake in fakes:
+            fake.pause()
+        yield fleet
+
+
+def test_adapters_are_spread_evenly_and_only_a_lost_engines_move() -> None:
+    adapters = [digest(number) for number in range(3000)]
+    before = Counter(ranking(adapter, COUNT)[0] for adapter in adapters)
+    assert all(900 < before[index] < 1100 for index in range(COUNT))
+    assert all(sorted(ranking(adapter, COUNT)) == list(range(COUNT)) for adapter in adapters)
+    second = Counter(ranking(adapter, COUNT)[1] for adapter in adapters if ranking(adapter, COUNT)[0] == 0)
+    assert all(400 < second[index] < 600 for index in (1, 2))  # its adapters go to all the others
+    grown = [(ranking(adapter, COUNT)[0], ranking(adapter, COUNT + 1)[0]) for adapter in adapters]
+    assert all(new in (old, COUNT) for old, new in grown)  # a new engine takes, the others keep
+
+
+async def test_an_adapters_requests_meet_and_the_bases_go_to_whoever_has_least(fleet: Fleet) -> None:
+    home = ranking(digest(1), COUNT)[0]
+    streams = await fleet.loaded(digest(1), ALWAYS_TAKEN)
+    assert fleet.engines.open_requests == [ALWAYS_TAKEN * (index == home) for index in range(COUNT)]
+    streams += await fleet.loaded("", 2 * ALWAYS_TAKEN)
+    assert fleet.engines.open_requests == [ALWAYS_TAKEN] * COUNT
+    for stream in streams:
+        await stream.aclose()
+    assert fleet.engines.open_requests == [0] * COUNT
+
+
+async def test_one_hot_adapter_overflows_to_all_within_the_bound(fleet: Fleet) -> None:
+    streams = await fleet.loaded(digest(7), 300)
+    loads = fleet.engines.open_requests
+    assert sum(loads) == 300
+    assert max(loads) <= LOAD_FACTOR * 100 + 1
+    assert min(loads) > 0
+    assert loads[ranking(digest(7), COUNT)[0]] == max(loads)
+    for stream in streams:
+        await stream.aclose()
+
+
+async def test_a_lost_engines_adapters_move_and_come_back(fleet: Fleet, tmp_path: Path) -> None:
+    home, heir = ranking(digest(1), COUNT)[:2]
+    [stream] = await fleet.loaded(digest(1))
+    fleet.fakes[home].crash()
+    *_, (_, finished) = [batch async for batch in stream]
+    assert finished is not None
+    assert finished.code == "engine_lost"
+    assert fleet.engines.choose(digest(1)) == heir
+    [moved] = await fleet.loaded(digest(1))
+    assert fleet.engines.open_requests[heir] == 1
+    await moved.aclose()
+    with running_engine(tmp_path / f"{home}.sock", Options()):
+        await fleet.ready(COUNT)
+        assert fleet.engines.choose(digest(1)) == home
+
+
+async def test_the_narrowest_limits_hold_for_all(tmp_path: Path) -> None:
+    limits = [Options(max_model_len=100, max_lora_rank=64), Options(max_model_len=200, max_lora_rank=8)]
+    paths = [tmp_path / f"{number}.sock" for number in range(2)]
+    async with AsyncExitStack() as stack:
+        for path, options in zip(paths, limits, strict=True):
+            stack.enter_context(running_engine(path, options))
+        engines = await stack.enter_async_context(Engines([EngineClient(path) for path in paths]))
+        fleet = Fleet(engines, [])
+        await fleet.ready(2)
+        assert (engines.welcome.max_model_len, engines.welcome.max_lora_rank) == (100, 8)
+
+
+async def test_without_any_engine_it_is_said(tmp_path: Path) -> None:
+    async with Engines([EngineClient(tmp_path / "nobody.sock")]) as engines:
+        assert not engines.ready
+        assert await engines.stats() == [None]
+        with pytest.raises(EngineUnavailableError):
+            await engines.submit(submit())
+        with pytest.raises(EngineUnavailableError):
+            _ = engines.welcome
+
+
+async def test_the_numbers_of_each_engine_are_told(fleet: Fleet) -> None:
+    streams = await fleet.loaded("", 3)
+    fleet.fakes[1].crash()
+    await fleet.ready(COUNT - 1)
+    assert len(streams) == COUNT
+    assert [stats and stats.running for stats in await fleet.engines.stats()] == [1, None, 1]
