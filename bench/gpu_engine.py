@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stencilpress.engine.cuda.runner import CudaRunner
+from stencilpress.engine.eviction import Room
 from stencilpress.engine.image import Image, ImageHeader, Record, layout
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Hosted, Loader
@@ -24,7 +25,8 @@ from stencilpress.engine.model.llama import LayerWeights, Weights
 from stencilpress.engine.model.threads import Threads
 from stencilpress.engine.plan import Sampled, StepPlan
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import Residency
+from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import ModelSpec, Rope, page_geometry, slice_elems
@@ -204,8 +206,10 @@ class GpuEngine:
         )
         self.loader = RandomLoader(spec, self.memory, kinds)
         self.pool = Pool(self.memory.num_pages)
-        self.residency = Residency(self.pool, max_cpu_loras=len(kinds) + 1, max_prefetched=128)
-        self.scheduler = Scheduler(self.limits, self.pool, self.residency)
+        room = Room()
+        self.residency = Residency(self.pool, room, Capacity(max_cpu_loras=len(kinds) + 1, max_prefetched=128))
+        prefixes = PrefixCache(self.pool, room, geometry.page_tokens)
+        self.scheduler = Scheduler(self.limits, self.pool, self.residency, prefixes)
         self.runner = CudaRunner(spec, self.weights, self.memory, self.loader.adapter, self.limits, MAX_RANK)
         self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0

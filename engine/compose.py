@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import torch
 
+from stencilpress.engine.eviction import Room
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, CUDA_LIMIT_S, Heartbeat
 from stencilpress.engine.limits import Limits, derive_limits
 from stencilpress.engine.link import Link
@@ -16,10 +18,11 @@ from stencilpress.engine.messages import PROTOCOL_VERSION, Welcome
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import Residency
+from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
-from stencilpress.engine.settings import EngineSettings
-from stencilpress.engine.spec import ModelSpec, page_geometry
+from stencilpress.engine.settings import EngineSettings, SettingsError
+from stencilpress.engine.spec import ModelSpec, PageGeometry, page_geometry
 from stencilpress.engine.worker import Launches, Runs, Worker
 
 
@@ -36,12 +39,27 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
     link = Link(listener, _welcome(settings, spec, limits.max_model_len))
     loader = Loader(Path(settings.adapters_dir), spec, memory, settings.max_lora_rank, link.wake)
     pool = Pool(memory.num_pages)
-    residency = Residency(pool, max_cpu_loras=settings.max_cpu_loras, max_prefetched=settings.max_loras)
-    scheduler = Scheduler(limits, pool, residency)
+    room = Room()
+    residency = Residency(pool, room, _capacity(settings, geometry))
+    prefixes = PrefixCache(pool, room, geometry.page_tokens, enabled=settings.prefix_caching)
+    scheduler = Scheduler(limits, pool, residency, prefixes)
     runner = _runner(spec, weights, memory, loader, limits, settings)
     hang_limit_s = settings.hang_limit_s or (CUDA_LIMIT_S if device.type == "cuda" else CPU_LIMIT_S)
     heartbeat = Heartbeat(settings.heartbeat_fd, hang_limit_s)
     return Worker(scheduler, residency, loader, runner, link, heartbeat)
+
+
+def _capacity(settings: EngineSettings, geometry: PageGeometry) -> Capacity:
+    """0 stands for no limit."""
+    pages = settings.adapter_pool_bytes // geometry.page_bytes
+    if settings.adapter_pool_bytes and not pages:
+        raise SettingsError(f"STENCILPRESS_ADAPTER_POOL_BYTES is less than a page of {geometry.page_bytes} bytes")
+    return Capacity(
+        max_cpu_loras=settings.max_cpu_loras,
+        max_cpu_lora_bytes=settings.max_cpu_lora_bytes or sys.maxsize,
+        max_adapter_pages=pages or sys.maxsize,
+        max_prefetched=settings.max_loras,
+    )
 
 
 def _runner(

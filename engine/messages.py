@@ -135,7 +135,11 @@ class Ensured(msgspec.Struct, frozen=True, array_like=True, tag="ensured"):
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
-    """Gauges and counters of the engine at one moment."""
+    """Gauges and counters of the engine at one moment.
+
+    ``pages_kv`` are in use by requests, ``pages_cached`` kept for others to come, whose prompts took ``cached_tokens``
+    from them so far.
+    """
 
     id: int
     running: int
@@ -152,6 +156,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     preemptions: int
     adapter_loads: int
     adapter_evictions: int
+    pages_cached: int = 0
+    cached_tokens: int = 0
+    adapter_host_bytes: int = 0
+    adapter_failures: int = 0
 
 
 FromEngine = Step | Ensured | Stats

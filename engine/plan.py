@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from stencilpress.engine.messages import Sampling
@@ -105,6 +105,7 @@ class Fetched:
     host_bytes: int
     pages: int
     error: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Placed:
 
     digest: str
     error: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from stencilpress.engine.plan import Page, RequestKey
 
-Owner = RequestKey | str
-"""A request's key owns KV pages; an adapter's digest owns the pages of its slices."""
+
+class Common(enum.Enum):
+    """The owner of pages that several requests may read."""
+
+    CACHED = "prefix cache"
+
+
+Owner = RequestKey | str | Common
+"""A request's key owns KV pages of its own, an adapter's digest the pages of its slices."""
 
 
 class PoolError(RuntimeError):
@@ -19,12 +27,13 @@ class Pool:
     """Hands out the ids of ``total`` equal pages. Every operation is O(1) per page.
 
     Pages released while a step is in flight may still be read by the device: they are quarantined until
-    that step retires. ``free + kv + adapter + quarantined = total`` always.
+    that step retires. ``free + kv + cached + adapter + quarantined = total`` always.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.kv = 0
+        self.cached = 0
         self.adapter = 0
         self.quarantined = 0
         self._free: list[Page] = list(range(total - 1, -1, -1))
@@ -49,19 +58,41 @@ class Pool:
         self._count(owner, count)
         return pages
 
-    def release(self, pages: Sequence[Page]) -> None:
-        """Give pages back, at once or after the step in flight. Raises :class:`PoolError` for an unowned one."""
+    @property
+    def begun(self) -> int:
+        """The newest step that went to the device."""
+        return self._begun
+
+    def release(self, pages: Sequence[Page], last_read: int | None = None) -> None:
+        """Give pages back, at once or when step ``last_read`` has retired, the last that may read them.
+
+        By default that is the newest step. Raises :class:`PoolError` for an unowned page.
+        """
         for page in pages:
             owner = self._owners[page]
             if owner is None:
                 raise PoolError(f"page {page} is released but nobody owns it")
             self._owners[page] = None
             self._count(owner, -1)
-        if self._begun > self._retired:
-            self._limbo.append((self._begun, pages))
+        last_read = self._begun if last_read is None else last_read
+        if last_read > self._retired:
+            self._limbo.append((last_read, pages))
             self.quarantined += len(pages)
         else:
             self._free.extend(pages)
+
+    def hand_over(self, page: Page, owner: Owner) -> None:
+        """An owned page changes hands; nobody need wait for a step. Raises :class:`PoolError` for an unowned one."""
+        before = self._owners[page]
+        if before is None:
+            raise PoolError(f"page {page} changes hands but nobody owns it")
+        self._owners[page] = owner
+        self._count(before, -1)
+        self._count(owner, 1)
+
+    def owners(self) -> Sequence[Owner | None]:
+        """Of each page; None if it is free or in quarantine. A live view: do not keep it."""
+        return self._owners
 
     def begin(self, step: int) -> None:
         """A step that may read any page owned now goes to the device. Numbers grow by step, from 1."""
@@ -87,12 +118,12 @@ class Pool:
             raise PoolError("a free page has an owner")
         owned = [owner for owner in self._owners if owner is not None]
         adapter = sum(isinstance(owner, str) for owner in owned)
-        if (len(owned) - adapter, adapter) != (self.kv, self.adapter):
-            raise PoolError(
-                f"counted {len(owned) - adapter} kv and {adapter} adapter pages, not {self.kv}, {self.adapter}"
-            )
-        if self.free + self.kv + self.adapter + self.quarantined != self.total:
-            books = f"{self.free} free, {self.kv} kv, {self.adapter} adapter, {self.quarantined} quarantined"
+        cached = owned.count(Common.CACHED)
+        counted = (len(owned) - adapter - cached, cached, adapter)
+        if counted != (self.kv, self.cached, self.adapter):
+            raise PoolError(f"counted {counted} kv, cached and adapter pages, not {self.kv, self.cached, self.adapter}")
+        if self.free + sum(counted) + self.quarantined != self.total:
+            books = f"{self.free} free, {counted} kv, cached and adapter, {self.quarantined} quarantined"
             raise PoolError(f"{books} pages are not {self.total}")
         if holdings is not None:
             self._check_holdings(holdings)
@@ -103,11 +134,14 @@ class Pool:
             held += len(pages)
             if len(set(pages)) != len(pages) or any(self._owners[page] != owner for page in pages):
                 raise PoolError(f"{owner!r} holds pages that are not its own: {pages}")
-        if held != self.kv + self.adapter:
-            raise PoolError(f"{self.kv + self.adapter - held} pages are owned but nobody holds them")
+        owned = self.kv + self.cached + self.adapter
+        if held != owned:
+            raise PoolError(f"{owned - held} pages are owned but nobody holds them")
 
     def _count(self, owner: Owner, count: int) -> None:
         if isinstance(owner, str):
             self.adapter += count
+        elif owner is Common.CACHED:
+            self.cached += count
         else:
             self.kv += count

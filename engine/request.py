@@ -40,6 +40,7 @@ class Request:
 
     ``arrival`` orders all requests of an engine.
     ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
+    ``cached_tokens`` of the prompt needed no computing when it was first seated; -1 before.
     """
 
     key: RequestKey
@@ -50,12 +51,15 @@ class Request:
     max_tokens: int
     sampling: Sampling
     stop_ids: frozenset[int]
+    tenant: int = 0
+    salt: bytes = b""
     state: State = State.WAITING
     slot: int = -1
     pages: tuple[Page, ...] = ()
     computed: int = 0
     in_flight: int = 0
     pending: int = 0
+    cached_tokens: int = -1
 
     @property
     def generated(self) -> int:
@@ -96,6 +100,12 @@ class Request:
         self.move(State.PREFILLING)
         self.slot, self.pages, self.computed = slot, pages, 0
 
+    def skip(self, tokens: int) -> None:
+        """The first ``tokens`` of the history need no computing: their pages hold them already."""
+        self.computed = tokens
+        if self.cached_tokens < 0:
+            self.cached_tokens = tokens
+
     def rise(self) -> tuple[Page, ...]:
         """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
         pages, self.pages, self.slot = self.pages, (), -1
@@ -132,4 +142,5 @@ class Request:
     def finish(self, reason: FinishReason, code: str = "", message: str = "") -> Finished:
         """End the request and make its one terminal message. Raises :class:`IllegalMoveError` the second time."""
         self.move(State.FINISHED)
-        return Finished(self.key[1], reason, self.prompt_len, self.generated, code=code, message=message)
+        cached = max(self.cached_tokens, 0)
+        return Finished(self.key[1], reason, self.prompt_len, self.generated, cached, code, message)

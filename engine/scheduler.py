@@ -18,6 +18,7 @@ from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, FinishReason, Stats, Step, Submit, Token, unpack_tokens
 from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
+from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.request import Request, State
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import Seats
@@ -34,14 +35,15 @@ class _Outgoing:
 class Scheduler:
     """Turns requests into step plans and draws into replies. One thread; nothing here touches a device."""
 
-    def __init__(self, limits: Limits, pool: Pool, residency: Residency) -> None:
+    def __init__(self, limits: Limits, pool: Pool, residency: Residency, prefixes: PrefixCache) -> None:
         self._limits = limits
         self._pool = pool
         self._residency = residency
         self._requests: dict[RequestKey, Request] = {}
         self._connections: dict[int, dict[RequestKey, Request]] = {}
         self._waiting = Waiting()
-        self._seats = Seats(limits, pool, residency)
+        self._prefixes = prefixes
+        self._seats = Seats(limits, pool, residency, prefixes)
         self._parked: set[int] = set()
         self._outgoing: dict[int, _Outgoing] = {}
         self._flights: deque[Flight] = deque()
@@ -79,6 +81,8 @@ class Scheduler:
             max_tokens=submit.max_tokens,
             sampling=submit.sampling,
             stop_ids=frozenset(submit.stop_ids),
+            tenant=submit.tenant,
+            salt=submit.salt,
         )
         refusal = self._refuse_new(request)
         self._requests[key] = request
@@ -193,8 +197,10 @@ class Scheduler:
             raise ValueError(f"step {plan.number}: the draws do not match the plan")
         on_board = self._land(plan)
         for chunk in chunks:
-            if on_board[chunk.key].seated:
-                on_board[chunk.key].landed(chunk)
+            request = on_board[chunk.key]
+            if request.seated:
+                request.landed(chunk)
+                self._seats.landed(request, len(chunk.tokens))
         for draw in sampled:
             request = on_board[draw.key]
             if request.seated:
@@ -229,7 +235,7 @@ class Scheduler:
             waiting=self._unseated,
             pages_total=self._pool.total,
             pages_free=self._pool.free,
-            pages_kv=self._pool.kv,
+            pages_kv=self._pool.kv + self._pool.cached - self._prefixes.idle_pages,
             pages_adapter=self._pool.adapter,
             adapters_hbm=self._residency.in_hbm,
             adapters_host=self._residency.in_host,
@@ -239,12 +245,15 @@ class Scheduler:
             preemptions=self._preemptions,
             adapter_loads=self._residency.loads,
             adapter_evictions=self._residency.evictions,
+            pages_cached=self._prefixes.idle_pages,
+            cached_tokens=self._prefixes.hit_tokens,
+            adapter_host_bytes=self._residency.host.bytes,
+            adapter_failures=self._residency.failures,
         )
 
     def check(self) -> None:
-        """Raise :class:`PoolError` unless every page is free or held by exactly one request or adapter."""
-        seated = ((key, request.pages) for key, request in self._seats.taken.items())
-        self._pool.check(chain(seated, self._residency.holdings()))
+        """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""
+        self._pool.check(chain(self._seats.holdings(), self._residency.holdings()))
 
     # Refusals
 
@@ -265,6 +274,11 @@ class Scheduler:
             failure = self._residency.failure(request.adapter)
             if failure:
                 return "adapter_unavailable", failure
+            if self._residency.too_large(request.adapter):
+                return (
+                    "capacity",
+                    f"its adapter needs {self._residency.pages(request.adapter)} pages, more than allowed",
+                )
             needs += self._residency.pages(request.adapter)
         if needs > self._pool.total:
             return "capacity", f"it needs {needs} pages of a pool of {self._pool.total}"
@@ -296,7 +310,7 @@ class Scheduler:
         if head is None:
             self._residency.unwant(adapter)
         else:
-            self._residency.want(adapter, head.arrival)
+            self._residency.want(adapter, head.arrival, head.tenant)
 
     def _standing(self, connection: int) -> list[Request]:
         return [request for request in self._connections.get(connection, {}).values() if not request.seated]
@@ -334,7 +348,7 @@ class Scheduler:
                 self._blocked = request.arrival
                 return
             self._leave_line(request)
-            batch.add(request, min(batch.budget, len(request.history)))
+            batch.add(request, min(batch.budget, request.remaining))
 
     def _grow(self, request: Request) -> bool:
         """Get the next token a page: those seated last are preempted, parked ones before them.
@@ -372,6 +386,7 @@ class Scheduler:
         if not request.generated:
             self._prompt_tokens += request.prompt_len
         if draw.token == FAILED:
+            self._seats.condemn(request)
             self._end(request, "error", "internal", "the model's output was not finite")
             return
         self._completion_tokens += 1

@@ -63,6 +63,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
     max_cpu_loras: Positive = 256
     """Adapters whose images stay in host memory."""
+    max_cpu_lora_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of host memory that they take at most; 0 sets no limit beside `max_cpu_loras`."""
+    adapter_pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Bytes of the pool that adapters may take; 0 leaves them and the KV cache to compete for all of it."""
+    prefix_caching: bool = True
+    """Keep keys and values of earlier prompts for requests of the same tenant and adapter that begin alike."""
     pool_bytes: Annotated[int, Meta(ge=0)] = 0
     """Bytes of the unified pool; 0 takes a default that fits the device."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0

@@ -40,6 +40,7 @@ from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
 from stencilpress.gateway.peers import serve_snapshots
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
@@ -85,6 +86,7 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    context = tls_context(settings)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(_services(settings))
         runner = create_runner(services, LAST_EVENTS_S)
@@ -94,7 +96,10 @@ async def _serve(settings: GatewaySettings) -> int:
         if settings.peer_fd >= 0:
             peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
             stack.callback(peers.close)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG).start()
+        if context is not None:
+            renewal = asyncio.create_task(keep_certificate(context, settings))
+            stack.callback(renewal.cancel)
+        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()

@@ -11,7 +11,15 @@ from stencilpress.gateway.names import ANY_BASE, is_name
 
 ADMIN_PREFIX = "/admin/api/v1"
 MAX_SCOPES = 256
-SCOPE_ROUTES = ("/v1/chat/completions", "/v1/chat/ws", "/v1/completions", "/v1/models", ADMIN_PREFIX)
+SCOPE_ROUTES = (
+    "/v1/chat/completions",
+    "/v1/chat/ws",
+    "/v1/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    ADMIN_PREFIX,
+)
 """What a key's ``routes`` may name; each stands for itself and everything below it."""
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from stencilpress.gateway.api import chat, completions, health, models, ws
+from stencilpress.gateway.api import chat, completions, health, models, tokenize, ws
 from stencilpress.gateway.api.admin.router import add_admin_routes
 from stencilpress.gateway.middleware import name_response, observe
+from stencilpress.gateway.server import Cors, Runner
 from stencilpress.gateway.services import SERVICES, Services
 
 WHOLE_REQUEST_LIMIT_S = 75.0
@@ -14,14 +15,18 @@ WHOLE_REQUEST_LIMIT_S = 75.0
 
 
 def create_app(services: Services) -> web.Application:
-    app = web.Application(middlewares=[observe])
+    cors = Cors(services.settings.cors_origins)
+    app = web.Application(middlewares=[observe, cors.preflight])
     app[SERVICES] = services
     app.on_response_prepare.append(name_response)
+    app.on_response_prepare.append(cors.allow)
     app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
     app.router.add_get("/v1/chat/ws", ws.chat)
     app.router.add_post("/v1/completions", completions.create_completion)
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{model:.+}", models.retrieve_model)
+    app.router.add_post("/tokenize", tokenize.tokenize)
+    app.router.add_post("/detokenize", tokenize.detokenize)
     add_admin_routes(app.router)
     app.router.add_get("/healthz", health.healthz)
     app.router.add_get("/readyz", health.readyz)
@@ -31,7 +36,7 @@ def create_app(services: Services) -> web.Application:
 
 def create_runner(services: Services, shutdown_timeout_s: float) -> web.AppRunner:
     """Runs the application the way it is meant to be run."""
-    return web.AppRunner(
+    return Runner(
         create_app(services),
         handler_cancellation=True,  # a client that leaves ends its handler, which aborts its request
         auto_decompress=False,  # compressed bodies are refused, so nothing may inflate them

@@ -200,6 +200,14 @@ class EngineLostError(UnavailableError):
     code = "engine_lost"
 
 
+class RequestTimeoutError(ApiError):
+    """The answer took too long. The same request would take as long again."""
+
+    status = 504
+    code = "request_timeout"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
+
+
 class AdapterUnavailableError(ApiError):
     """The adapter's weights cannot be loaded. Trying again at once would not help, so clients are told not to."""
 
@@ -226,6 +234,8 @@ def from_finished(finished: Finished) -> ApiError:
             )
         case "overloaded":
             return OverloadedError("The server is overloaded; try again shortly.")
+        case "deadline":
+            return OverloadedError("The request waited too long for its turn; try again shortly.")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
     return InternalError(finished.message)

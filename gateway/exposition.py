@@ -20,10 +20,12 @@ _ENGINE_GAUGES = {
     "waiting": "Requests that wait for their turn, their adapter or memory",
     "pages_total": "Pages of the pool",
     "pages_free": "Pages that nothing uses",
-    "pages_kv": "Pages of keys and values",
+    "pages_kv": "Pages of keys and values in use",
+    "pages_cached": "Pages of keys and values kept for prompts to come",
     "pages_adapter": "Pages of adapters",
     "adapters_hbm": "Adapters in the pool",
     "adapters_host": "Adapters in host memory",
+    "adapter_host_bytes": "Bytes of host memory that adapters take",
 }
 _ENGINE_COUNTERS = {
     "steps": "Steps run",
@@ -32,6 +34,8 @@ _ENGINE_COUNTERS = {
     "preemptions": "Requests that gave up their pages and started again",
     "adapter_loads": "Adapters brought into the pool",
     "adapter_evictions": "Adapters that gave up their pages",
+    "adapter_failures": "Loads of adapters that failed",
+    "cached_tokens": "Prompt tokens taken from the cache",
 }
 
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from stencilpress.gateway.access import (
+    ADMIN_PREFIX,
     EVERYTHING,
     SYSTEM,
     Actor,
@@ -129,7 +130,7 @@ async def change_key(
 
 def check_route(principal: Principal, path: str) -> None:
     """Whether the key may use a route at all, by its role and scopes. Raises :class:`PermissionDeniedError`."""
-    if path.startswith("/v1/"):
+    if not path.startswith(ADMIN_PREFIX):
         check_permission(principal.role, Permission.CALL)
     if not principal.scopes.allows_route(path):
         raise PermissionDeniedError("This key is confined to other routes.")

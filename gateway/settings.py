@@ -28,6 +28,16 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request body may take to arrive."""
     write_limit_s: Seconds = 30.0
     """How long a client may leave its stream unread once the buffers are full; then it is cut off."""
+    request_limit_s: Seconds = 3600.0
+    """From a request's arrival to the end of its answer; then it is ended with an error."""
+    max_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    """How long a request may wait for its first step; then it is refused. 0 is as long as it takes."""
+    cors_origins: str = ""
+    """Origins whose pages may call the API, separated by commas; ``*`` is all."""
+    tls_certificate: str = ""
+    """Certificate chain in PEM; with it the port speaks TLS alone."""
+    tls_key: str = ""
+    """Its private key in PEM."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
     adapters_dir: str = ""

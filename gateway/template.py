@@ -62,14 +62,20 @@ class ChatTemplate:
             raise TemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt, ending where the assistant's answer begins. ``variables`` are the template's options."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
+    ) -> str:
+        """The prompt, up to where the assistant's answer begins if asked. ``variables`` are the template's options."""
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=generation_prompt,
                 **self._special_tokens,
                 **(variables or {}),
             )

@@ -39,20 +39,35 @@ class ModelTokenizer:
         self._control_tokens = control_token_pattern(special)
         self._template = load_chat_template(model_dir, _named_tokens(model_dir))
 
-    def encode(self, text: str, most: int = sys.maxsize) -> list[int]:
-        """Ids of a raw prompt: control tokens in it are meant, and the model's own first token is added.
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this number."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_strings(self, ids: Sequence[int]) -> list[str | None]:
+        """The ids as the vocabulary spells them."""
+        return [self._tokenizer.id_to_token(id_) for id_ in ids]
+
+    def encode(self, text: str, most: int = sys.maxsize, *, special: bool = True) -> list[int]:
+        """Ids of a raw prompt: control tokens in it are meant, and, if ``special``, the model's own first is added.
 
         Raises :class:`PromptTooLongError` for a long text of surely more than ``most`` tokens.
         """
-        return self._encode(text, most, special=True)
+        return self._encode(text, most, special=special)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, str]],
         variables: Mapping[str, Any] | None = None,
         most: int = sys.maxsize,
+        *,
+        generation_prompt: bool = True,
     ) -> list[int]:
-        """Ids of a chat, up to where the assistant's answer begins.
+        """Ids of a chat, up to where the assistant's answer begins, or, without ``generation_prompt``, of its messages.
 
         Equal to Hugging Face's ``apply_chat_template``, except that a control token inside a message stays
         text: only the template can end a turn or begin one.
@@ -62,7 +77,7 @@ class ModelTokenizer:
         if self._template is None:
             raise NoChatTemplateError
         safe = [{key: defuse(value, self._control_tokens) for key, value in message.items()} for message in messages]
-        prompt = self._template.render(safe, variables)
+        prompt = self._template.render(safe, variables, generation_prompt=generation_prompt)
         if BREAK not in prompt:
             return self._encode(prompt, most, special=False)
         ids: list[int] = []

@@ -32,6 +32,9 @@ ENGINE_OPTIONS = {
     "max_loras": "Distinct adapters in one step.",
     "max_lora_rank": "Largest rank of an adapter.",
     "max_cpu_loras": "Adapters whose images stay in host memory.",
+    "max_cpu_lora_bytes": "Bytes of host memory that they take; 0 sets no limit.",
+    "adapter_pool_bytes": "Bytes of the pool that adapters may take; 0 leaves all of it to both.",
+    "prefix_caching": "Keep keys and values of prompts for the tenant's next ones; 0 switches it off.",
     "pool_bytes": "Bytes of the pool of KV and adapter pages; 0 takes a default that fits.",
     "threads": "CPU threads of the forward; 0 takes all cores.",
     "hang_limit_s": "An engine whose loop does not turn for so long is killed; 0 takes 60 on a CPU, else 30.",
@@ -101,6 +104,7 @@ def serve(
             engines=engines or max(1, len(shares)),
             devices=shares,
             environment=chosen.environment,
+            tls=bool(chosen.gateway.tls_certificate),
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
@@ -190,6 +194,7 @@ def gateway(
             engines=0,
             engine_socket=engine_socket.absolute(),
             environment=environment,
+            tls=bool(chosen.gateway.tls_certificate),
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
@@ -209,6 +214,7 @@ class _Chosen:
     def of(cls, place: Place, options: Mapping[str, str | None]) -> _Chosen:
         """Also sets up this process's log."""
         from stencilpress.engine.logs import configure_logs
+        from stencilpress.gateway.server import Cors, tls_context
         from stencilpress.gateway.settings import GatewaySettings
 
         given = {PREFIX + name.upper(): value for name, value in options.items() if value is not None}
@@ -219,6 +225,8 @@ class _Chosen:
         later = {f"{PREFIX}{name}": "set below" for name in ("MODEL_DIR", "ENGINE_SOCKET")}
         engine = read_settings(EngineSettings, {**environment, **later})
         gateway = read_settings(GatewaySettings, {**environment, **later, f"{PREFIX}HTTP_FD": "-1"})
+        Cors(gateway.cors_origins)  # these two refuse what no gateway could use
+        tls_context(gateway)
         configure_logs(gateway.log_format)
         return cls(environment, engine, gateway)
 

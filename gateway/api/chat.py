@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -12,8 +13,9 @@ from stencilpress.gateway.api.generate import engine_welcome, find_route, plan_g
 from stencilpress.gateway.api.sampling import prompt_too_long
 from stencilpress.gateway.api.schemas import (
     ChatRequest,
+    TemplateOptions,
+    message_texts,
     parse_chat,
-    template_messages,
     with_sampling,
     with_system_prompt,
 )
@@ -49,14 +51,25 @@ async def read_chat(
     route = await find_route(services, caller, asked)
     asked = with_system_prompt(with_sampling(asked, route.defaults), route.defaults)
     size += len(route.defaults.system_prompt or "")
-    encode = partial(_encode, asked, services.tokenizer, max_model_len)
+    encode = partial(_prompt_ids, asked, services.tokenizer, max_model_len)
     return asked, route, await off_loop(services, caller.tenant_id, size, encode)
 
 
-def _encode(asked: ChatRequest, tokenizer: ModelTokenizer, max_model_len: int) -> list[int]:
-    variables = msgspec.to_builtins(asked.chat_template_kwargs) if asked.chat_template_kwargs else {}
+def _prompt_ids(asked: ChatRequest, tokenizer: ModelTokenizer, max_model_len: int) -> list[int]:
+    return chat_ids(tokenizer, message_texts(asked.messages), asked.chat_template_kwargs, max_model_len)
+
+
+def chat_ids(
+    tokenizer: ModelTokenizer,
+    messages: Sequence[Mapping[str, str]],
+    options: TemplateOptions | None,
+    max_model_len: int,
+    generation_prompt: bool = True,
+) -> list[int]:
+    """A chat's prompt as token ids. Raises :class:`InvalidRequestError`."""
+    variables = msgspec.to_builtins(options) if options else {}
     try:
-        return tokenizer.encode_chat(template_messages(asked), variables, max_model_len)
+        return tokenizer.encode_chat(messages, variables, max_model_len, generation_prompt=generation_prompt)
     except PromptTooLongError:
         raise prompt_too_long(max_model_len, f"more than {max_model_len}", "messages") from None
     except NoChatTemplateError:

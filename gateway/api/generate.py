@@ -18,7 +18,13 @@ from stencilpress.gateway.api.sampling import Limits, choice_seeds, max_tokens_o
 from stencilpress.gateway.api.schemas import GenerationRequest
 from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
 from stencilpress.gateway.detokenizer import StopStrings
-from stencilpress.gateway.errors import EngineLostError, InvalidRequestError, OverloadedError, UnavailableError
+from stencilpress.gateway.errors import (
+    EngineLostError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+    UnavailableError,
+)
 from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.metrics import ActiveRequest
 from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
@@ -82,6 +88,7 @@ async def plan_generation(
         tenant=caller.tenant_id,
         weight=caller.limits.weight,
         salt=caller.salt,
+        max_wait_ms=round(services.settings.max_wait_s * 1000),
     )
     submits: list[Submit] = []
     for prompt in prompts:
@@ -135,7 +142,20 @@ class OpenAnswers:
         self._first = True
 
     async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
-        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other."""
+        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other.
+
+        Raises :class:`RequestTimeoutError` when the request's time is over.
+        """
+        limit_s = self._services.settings.request_limit_s
+        try:
+            async with asyncio.timeout(limit_s - (time.perf_counter() - self._arrived_at)) as scope:
+                await self._follow_all(consume)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise RequestTimeoutError(f"The answer took longer than {limit_s:g} s.") from None
+
+    async def _follow_all(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
         if len(self.each) == 1:
             await self._follow(self.each[0], consume)
             return

@@ -7,6 +7,7 @@ knows is refused too, so a misspelt option never goes unnoticed.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ MAX_ELEMENTS = 1 << 18
 """Commas in a prompt or in the messages: decoding more would hold the event loop for too long."""
 MAX_FIELD_BYTES = 64 << 10
 """Of any other field, as JSON."""
-_BULKY = ("messages", "prompt")
+_BULKY = ("messages", "prompt", "tokens")
 _MAX_NAMED = 8
 _MAX_NAME_CHARS = 64
 
@@ -138,6 +139,7 @@ REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
 
 REFUSED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
+B = TypeVar("B", bound=msgspec.Struct)
 R = TypeVar("R", bound=GenerationRequest)
 
 _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -163,9 +165,9 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return _parse(body, CompletionRequest, _decode_completion, REFUSED_IN_COMPLETIONS)
 
 
-def template_messages(request: ChatRequest) -> list[dict[str, str]]:
+def message_texts(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     """The messages as the chat template sees them: texts only. Raises :class:`InvalidRequestError`."""
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def with_sampling(request: R, defaults: VersionDefaults) -> R:
@@ -208,25 +210,39 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 def _parse(body: bytes | msgspec.Raw, kind: type[R], decode: Any, refused: dict[str, tuple[Any, ...]]) -> R:
+    request = parse_fields(body, kind, refused, decode)
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
+    return request
+
+
+def parse_fields(
+    body: bytes | msgspec.Raw, kind: type[B], refused: dict[str, tuple[Any, ...]], decode: Any = None
+) -> B:
+    """Read a body of any kind. ``refused`` are known fields that are not served, with the values that ask for nothing.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    decode = decode or msgspec.json.Decoder(kind).decode
     try:
         str(body, "utf-8")
         fields = _decode_object(body)
         _check_names(fields, kind, refused)
         _check_sizes(fields)
         _check_refused(fields, refused)
-        request: R = decode(msgspec.json.encode(fields))  # of a name that comes twice only what was checked
+        request: B = decode(msgspec.json.encode(fields))  # of a name that comes twice only what was checked
     except UnicodeDecodeError:
         raise InvalidRequestError("The body is not valid UTF-8.", code="invalid_json") from None
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from None
     except (msgspec.DecodeError, RecursionError):
         raise InvalidRequestError("The body is not valid JSON.", code="invalid_json") from None
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
     return request
 
 
-def _check_names(fields: dict[str, msgspec.Raw], kind: type[R], refused: dict[str, tuple[Any, ...]]) -> None:
+def _check_names(
+    fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct], refused: dict[str, tuple[Any, ...]]
+) -> None:
     unknown = [name for name in fields if name not in kind.__struct_fields__ and name not in refused]
     if unknown:
         named = ", ".join(_shown(name) for name in unknown[:_MAX_NAMED])

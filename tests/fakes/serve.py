@@ -1,7 +1,8 @@
 """The real supervisor over the fake engine and the fake gateway; what `stencilpress serve` is, without a model.
 
 ``python -m tests.fakes.serve DATA [--host H] [--port P] [--gateways N] [--engines N] [--engine "ARGS"]
-[--gateway "ARGS"]``; prints ``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine.
+[--gateway "ARGS"]``; prints ``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine;
+``--real-gateway`` takes the real gateway, with settings from variables.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from stencilpress.supervisor import ServeError, ServeSettings, run
+from stencilpress.supervisor import GATEWAY_COMMAND, ServeError, ServeSettings, run
 
 
 def main() -> int:
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--engine", default="")
     parser.add_argument("--engine-command", default="")
     parser.add_argument("--gateway", default="")
+    parser.add_argument("--real-gateway", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(format="%(message)s")
     settings = ServeSettings(
@@ -38,7 +40,10 @@ def main() -> int:
         environment=dict(os.environ),
         engine_command=shlex.split(given.engine_command)
         or [sys.executable, "-m", "tests.fakes.engine", *shlex.split(given.engine)],
-        gateway_command=[sys.executable, "-m", "tests.fakes.gateway", *shlex.split(given.gateway)],
+        tls="STENCILPRESS_TLS_KEY" in os.environ,
+        gateway_command=GATEWAY_COMMAND
+        if given.real_gateway
+        else [sys.executable, "-m", "tests.fakes.gateway", *shlex.split(given.gateway)],
     )
     try:
         return run(settings, on_ready=lambda url: print(f"ready {url}", flush=True))  # noqa: T201

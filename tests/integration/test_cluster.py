@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import Server, serving
+from tests.integration.test_supervisor import command
 from tests.tiny import BASE_ID
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,15 +37,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(data: Path, adapters: Path, settings: dict[str, str]) -> Iterator[Server]:
     with serving(data, **settings) as server:
         for name in ("helper", "poet"):
-            command = [sys.executable, "-m", "stencilpress.cli", "adapter", "add", str(adapters / name)]
+            add = [sys.executable, "-m", "stencilpress.cli", "adapter", "add", str(adapters / name)]
             options = ["--data", str(data), "--tenant", "demo", "--name", name]
-            subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*add, *options], check=True, stdout=subprocess.DEVNULL)
         yield server
 
 
 def children(server: Server, kind: str) -> list[psutil.Process]:
     found = server.supervisor.children(recursive=True)
-    return [process for process in found if f"stencilpress.{kind}" in " ".join(process.cmdline())]
+    return [process for process in found if f"stencilpress.{kind}" in command(process)]
 
 
 async def complete(server: Server, model: str, max_tokens: int = 4) -> str:

@@ -147,3 +147,45 @@ def test_what_cannot_be_served_is_said_in_one_line(model_dir: Path, changes: dic
     [said] = done.stderr.decode().splitlines()
     assert said.startswith("engine: ")
     assert line in said
+
+
+async def test_a_warm_prefix_changes_no_answer_and_is_nobody_elses(
+    tmp_path: Path, model_dir: Path, adapters_dir: Path, digests: list[str]
+) -> None:
+    """Answers with a warm cache equal those of an engine without one, alone and together, base and adapters."""
+    geometry = page_geometry(load_spec(model_dir), 64)
+    prompt = [(7 * j) % VOCAB for j in range(3 * geometry.page_tokens + 5)]
+    full = len(prompt) // geometry.page_tokens * geometry.page_tokens
+
+    def submit(tokens: list[int], adapter: str, tenant: int = 1, salt: bytes = b"one") -> Submit:
+        return Submit(0, pack_tokens(tokens), adapter, 24, Sampling(temperature=0), tenant=tenant, salt=salt)
+
+    mine = [submit(prompt[:length], adapter) for adapter in ("", digests[0]) for length in (full, full + 1, full + 5)]
+    settings = {"pool_bytes": 60 * geometry.page_bytes}
+    async with asyncio.timeout(LIMIT_S):
+        with engine(tmp_path / "cold", model_dir, adapters_dir, prefix_caching=0, **settings):
+            async with EngineClient(tmp_path / "cold") as client:
+                await client.wait_ready()
+                cold = [await generate(client, one) for one in mine]
+                assert {finished.cached_tokens for _, finished in cold} == {0}
+        with engine(tmp_path / "warm", model_dir, adapters_dir, **settings):
+            async with EngineClient(tmp_path / "warm") as client:
+                await client.wait_ready()
+                warm = [await generate(client, one) for one in mine]
+                again = await asyncio.gather(*(generate(client, one) for one in mine))
+                assert [text for text, _ in warm] == [text for text, _ in cold]
+                assert [text for text, _ in again] == [text for text, _ in cold]
+                page = geometry.page_tokens
+                assert [f.cached_tokens for _, f in warm] == [0, full, full] * 2
+                assert [f.cached_tokens for _, f in again] == [full - page, full, full] * 2
+                for other in (
+                    submit(prompt, digests[1]),
+                    submit(prompt, "", tenant=2),
+                    submit(prompt, "", salt=b"two"),
+                    submit(prompt, "", salt=b""),
+                ):
+                    assert (await generate(client, other))[1].cached_tokens == 0
+                stats = await client.stats()
+                assert stats.pages_kv == 0
+                assert stats.pages_cached > 0
+                assert stats.cached_tokens == sum(f.cached_tokens for _, f in (*warm, *again))

@@ -36,7 +36,7 @@ class Server:
 
     def children(self, kind: str = "") -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in found if f"tests.fakes.{kind}" in " ".join(p.cmdline())]
+        return [p for p in found if f"tests.fakes.{kind}" in command(p)]
 
     def open(self, path: str) -> HTTPResponse:
         return cast(HTTPResponse, urllib.request.urlopen(self.url + path, timeout=10))
@@ -48,9 +48,17 @@ class Server:
             return False
 
 
+def command(process: psutil.Process) -> str:
+    """How a process was started; "" for one that has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def start(data: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fakes.serve", str(data), *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    serve = [sys.executable, "-m", "tests.fakes.serve", str(data), *arguments]
+    return subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
@@ -206,8 +214,8 @@ def test_an_engine_that_crashes_at_its_start_is_tried_again(tmp_path: Path) -> N
         "sys.argv = ['engine']\n"
         "runpy.run_module('tests.fakes.engine', run_name='__main__')\n"
     )
-    command = f"env PYTHONPATH={ROOT} {sys.executable} {script}"
-    with serving(tmp_path / "data", "--engine-command", command) as server:
+    flaky = f"env PYTHONPATH={ROOT} {sys.executable} {script}"
+    with serving(tmp_path / "data", "--engine-command", flaky) as server:
         assert server.ready()
 
 

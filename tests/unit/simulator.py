@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from stencilpress.engine.eviction import Room
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Finished, Sampling, Step, Submit, pack_tokens
 from stencilpress.engine.plan import (
@@ -31,7 +32,8 @@ from stencilpress.engine.plan import (
     StepPlan,
 )
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import Residency
+from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 
 VOCAB = 97
@@ -67,14 +69,21 @@ class Device:
             adapters = self.adapters
         keys = [chunk.key for segment in plan.segments for chunk in segment.chunks]
         slots = [chunk.slot for segment in plan.segments for chunk in segment.chunks]
-        tables = [page for segment in plan.segments for chunk in segment.chunks for page in chunk.pages]
+        self._check_tables([chunk for segment in plan.segments for chunk in segment.chunks])
         assert len(set(keys)) == len(keys)
         assert len(set(slots)) == len(slots)
-        assert len(set(tables)) == len(tables), "two requests share a KV page"
         assert len({segment.adapter for segment in plan.segments}) == len(plan.segments)
         for adapter in (segment.adapter for segment in plan.segments if segment.adapter is not None):
             assert all(self.memory[page] == adapter for page in adapters[adapter]), "an adapter in use was overwritten"
         return [sampled for segment in plan.segments for sampled in self._run_segment(segment.adapter, segment.chunks)]
+
+    def _check_tables(self, chunks: Sequence[Chunk]) -> None:
+        """Requests may share pages that they read, never one that somebody writes in this step or later."""
+        uses = Counter(page for chunk in chunks for page in chunk.pages)
+        for chunk in chunks:
+            assert len(set(chunk.pages)) == len(chunk.pages)
+            written = chunk.pages[chunk.start // self.page_tokens :]
+            assert all(uses[page] == 1 for page in written), "a request writes a page that another one uses"
 
     def _run_segment(self, adapter: str | None, chunks: Sequence[Chunk]) -> Iterator[Sampled]:
         lengths = [len(chunk.tokens) for chunk in chunks]
@@ -179,17 +188,25 @@ class Engine:
     """
 
     def __init__(
-        self, limits: Limits, *, pages: int, needs: dict[str, int], max_cpu_loras: int = 4, ahead: bool = False
+        self,
+        limits: Limits,
+        *,
+        pages: int,
+        needs: dict[str, int],
+        max_cpu_loras: int = 4,
+        ahead: bool = False,
+        max_adapter_pages: int = 1 << 30,
     ) -> None:
         self.ahead = ahead
         self.flights: deque[tuple[StepPlan, dict[str, tuple[Page, ...]]]] = deque()
         self.now_s = 0.0
         self.limits = limits
         self.pool = Pool(pages)
-        self.residency = Residency(
-            self.pool, max_cpu_loras=max_cpu_loras, max_prefetched=limits.max_loras, clock=lambda: self.now_s
-        )
-        self.scheduler = Scheduler(limits, self.pool, self.residency)
+        self.room = Room(clock=lambda: self.now_s)
+        capacity = Capacity(max_cpu_loras, limits.max_loras, max_adapter_pages=max_adapter_pages)
+        self.residency = Residency(self.pool, self.room, capacity)
+        self.prefixes = PrefixCache(self.pool, self.room, limits.page_tokens)
+        self.scheduler = Scheduler(limits, self.pool, self.residency, self.prefixes)
         self.device = Device(limits.page_tokens)
         self.loader = Loader(self.device, needs)
         self.max_cpu_loras = max_cpu_loras
@@ -205,8 +222,12 @@ class Engine:
         max_tokens: int,
         adapter: str | None = None,
         stop_ids: tuple[int, ...] = (),
+        tenant: int = 0,
+        salt: bytes = b"",
     ) -> Client:
-        submit = Submit(key[1], pack_tokens(prompt), adapter or "", max_tokens, Sampling(), stop_ids)
+        submit = Submit(
+            key[1], pack_tokens(prompt), adapter or "", max_tokens, Sampling(), stop_ids, tenant=tenant, salt=salt
+        )
         expected = expected_text(adapter, prompt, max_tokens, stop_ids)
         client = self.clients[key] = Client(submit, prompt, expected, self.steps)
         self.live.add(key)
@@ -350,8 +371,10 @@ class Storm:
             needs={digest: draw(1, 9) for digest in self.digests},
             max_cpu_loras=draw(1, 6),
             ahead=ahead,
+            max_adapter_pages=self.random.choice((9, 20, 1 << 30)),
         )
         self.rate = self.random.choice((0.05, 0.3, 1.0))
+        self.prompts = [[self.random.randrange(VOCAB) for _ in range(longest)] for longest in (24, 24, 64)]
         self.last_id = 0
 
     def run(self, steps: int) -> Engine:
@@ -392,7 +415,12 @@ class Storm:
     def _submit(self) -> None:
         self.last_id += 1
         longest = self.engine.limits.max_model_len
-        prompt = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, longest))]
+        length = self.random.randint(1, longest)
+        prompt = [self.random.randrange(VOCAB) for _ in range(length)]
+        if self.random.random() < 0.5:  # it begins as others do
+            common = self.random.choice(self.prompts)[: self.random.randint(1, length)]
+            prompt[: len(common)] = common
+        tenant = self.random.randint(1, 3)
         stop_ids = tuple(self.random.sample(range(VOCAB), self.random.choice((0, 2))))
         self.engine.submit(
             (self.random.randint(1, 3), self.last_id),
@@ -400,6 +428,8 @@ class Storm:
             self.random.randint(1, max(1, min(24, longest - len(prompt) + 1))),
             self.random.choice((None, *self.digests)),
             stop_ids,
+            tenant,
+            b"salt %d" % tenant if tenant < 3 else b"",
         )
 
     def _park(self, connection: int) -> None:

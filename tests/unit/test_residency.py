@@ -1,22 +1,27 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Placed, PlaceOrder
+from stencilpress.engine.eviction import Room
+from stencilpress.engine.faults import BACKOFF_S
+from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import BACKOFF_S, FETCHES_IN_FLIGHT, Residency
+from stencilpress.engine.residency import BARRED_S, FETCHES_IN_FLIGHT, Capacity, Residency
 
 
 class Library:
     """A residency with a loader that does what it is told when it is told to; every adapter takes ``needs`` pages."""
 
-    def __init__(self, *, pages: int = 8, needs: int = 2, max_cpu_loras: int = 4, max_prefetched: int = 4) -> None:
+    def __init__(
+        self, *, pages: int = 8, needs: int = 2, max_cpu_loras: int = 4, max_prefetched: int = 4, **capacity: int
+    ) -> None:
         self.now_s = 0.0
         self.needs = needs
         self.pool = Pool(pages)
-        self.residency = Residency(
-            self.pool, max_cpu_loras=max_cpu_loras, max_prefetched=max_prefetched, clock=lambda: self.now_s
-        )
+        self.room = Room(clock=lambda: self.now_s)
+        self.residency = Residency(self.pool, self.room, Capacity(max_cpu_loras, max_prefetched, **capacity))
         self.seen: list[LoadOrder] = []
 
     def turn(self, newest: int | None = None) -> list[LoadOrder]:
@@ -34,9 +39,18 @@ class Library:
 
     def carry_out(self, order: LoadOrder) -> None:
         if isinstance(order, FetchOrder):
-            self.residency.completed(Fetched(order.digest, 100, self.needs))
+            self.residency.completed(Fetched(order.digest, 100, self.needs, seconds=0.5))
         elif isinstance(order, PlaceOrder):
-            self.residency.completed(Placed(order.digest))
+            self.residency.completed(Placed(order.digest, seconds=0.25))
+
+    def use(self, digest: str, arrival: int, tenant: int = 0) -> None:
+        """A request comes, waits for its adapter, runs and ends."""
+        self.residency.want(digest, arrival, tenant)
+        self.turn()
+        self.residency.lease(digest, tenant)
+        self.residency.unwant(digest)
+        self.turn()
+        self.residency.release(digest)
 
     def bring_in(self, *digests: str) -> None:
         """Leave adapters idle in the pool, the first longest unused."""
@@ -120,12 +134,22 @@ def test_wanted_adapters_go_only_for_older_requests_and_the_newest_first() -> No
 def test_room_counts_pages_that_come_back_after_the_step_in_flight() -> None:
     library = Library(pages=4)
     library.bring_in("a", "b")
+    library.residency.lease("b")
+    library.residency.lease("a")
     library.pool.begin(1)
+    library.residency.release("a")
     assert not library.residency.make_room(2, 99)
     assert [order.digest for order in library.residency.take_orders()] == ["a"]
     assert not library.residency.make_room(2, 99)
     assert library.residency.take_orders() == []
     library.pool.retire(1)
+    assert library.residency.make_room(2, 99)
+
+
+def test_pages_that_no_step_in_flight_reads_are_free_at_once() -> None:
+    library = Library(pages=4)
+    library.bring_in("a", "b")
+    library.pool.begin(1)
     assert library.residency.make_room(2, 99)
 
 
@@ -220,8 +244,8 @@ def test_failures_and_cold_adapters_leave_nothing_behind() -> None:
         [order] = library.pump()
         library.residency.completed(Fetched(order.digest, 0, 0, "no such file"))
         library.residency.unwant(f"a{i}")
-    assert len(library.residency._failures) == 1024
-    assert not library.residency._adapters
+    assert len(library.residency.faults) == 1024
+    assert not list(library.residency._adapters)
 
 
 def test_a_want_that_ends_while_it_is_read_leaves_the_image_in_host_memory() -> None:
@@ -336,3 +360,201 @@ def test_only_what_is_in_the_pool_can_be_leased() -> None:
     library.turn()
     with pytest.raises(ValueError, match="host"):
         library.residency.lease("a")
+
+
+def test_a_flood_of_cold_adapters_does_not_push_out_anothers_warm_ones() -> None:
+    """500 adapters of one tenant, wanted all at once and used one after the other, beside ten that are in use."""
+    library = Library(pages=40, max_cpu_loras=20, max_prefetched=8)
+    warm = [f"warm{i}" for i in range(10)]
+    for arrival, digest in enumerate(warm):
+        library.use(digest, arrival, tenant=1)
+    read_before = library.residency.activities.of(warm[0]).reads
+    flood = [f"cold{i}" for i in range(500)]
+    for arrival, digest in enumerate(flood, 100):
+        library.residency.want(digest, arrival, tenant=2)
+    served = 0
+    while served < len(flood):
+        library.now_s += 0.01
+        library.turn()
+        assert all(library.residency.ready(digest) for digest in warm)
+        running = [digest for _, digest in library.residency.ready_wants()][:4]
+        for digest in running:
+            library.residency.lease(digest, tenant=2)
+            library.residency.unwant(digest)
+        library.turn()
+        for digest in running:
+            library.residency.release(digest)
+        served += len(running)
+        if served % 100 < 4:
+            library.use(warm[served // 100 % 10], 10_000 + served, tenant=1)
+    assert all(library.residency.activities.of(digest).evictions == 0 for digest in warm)
+    assert library.residency.activities.of(warm[0]).reads == read_before
+
+
+def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
+    library = Library(pages=8, needs=2, max_cpu_loras=20)
+    library.use("theirs", 1, tenant=1)
+    for arrival, digest in enumerate("abc", 2):
+        library.residency.want(digest, arrival, tenant=2)
+        library.turn()
+        library.residency.lease(digest, tenant=2)
+        library.residency.unwant(digest)
+    library.residency.want("d", 9, tenant=2)
+    library.turn()
+    assert not library.residency.ready("d")
+    assert library.residency.squeezed_since() is None, "it holds up nobody else"
+    library.residency.release("b")
+    library.turn()
+    assert library.residency.ready("d")
+    assert not library.residency.ready("b")
+    library.residency.want("e", 10, tenant=2)
+    library.residency.lease("d", tenant=2)
+    library.turn()
+    assert not library.residency.ready("e")
+    library.now_s += BARRED_S
+    library.turn()
+    assert library.residency.ready("e")
+    assert not library.residency.ready("theirs")
+
+
+def test_another_tenants_cold_read_does_not_queue_behind_a_flood() -> None:
+    library = Library(pages=100, max_cpu_loras=100)
+    for arrival in range(50):
+        library.residency.want(f"flood{arrival}", arrival, tenant=1)
+    first = library.pump()
+    library.residency.want("mine", 99, tenant=2)
+    library.carry_out(first[0])
+    assert FetchOrder("mine") in library.pump()
+
+
+def test_adapters_keep_to_their_part_of_the_pool_and_push_out_each_other_alone() -> None:
+    library = Library(pages=20, max_cpu_loras=20, max_adapter_pages=6)
+    cached = library.pool.allocate(10, (1, 1))
+    assert cached is not None
+    for arrival, digest in enumerate("abcde"):
+        library.use(digest, arrival)
+        assert library.pool.adapter <= 6
+    assert [digest for digest in "abcde" if library.residency.ready(digest)] == ["c", "d", "e"]
+    assert library.pool.free == 4
+
+
+def test_host_memory_keeps_to_its_bytes() -> None:
+    library = Library(pages=100, max_cpu_loras=100, max_cpu_lora_bytes=350)
+    for arrival, digest in enumerate("abcdefg"):
+        library.use(digest, arrival)
+        assert library.residency.host.bytes <= 350
+    assert library.residency.in_host == 3
+    assert library.residency.in_hbm == 7
+
+
+def test_hits_misses_loads_and_evictions_are_counted_by_adapter() -> None:
+    library = Library(pages=2, max_cpu_loras=1)
+    library.use("a", 1)
+    library.use("a", 2)
+    library.use("b", 3)
+    library.use("a", 4)
+    seen = library.residency.activities.of("a")
+    assert (seen.hits, seen.misses, seen.reads, seen.copies, seen.evictions) == (1, 2, 2, 2, 1)
+    assert (seen.read_s, seen.copy_s) == (1.0, 0.5)
+    library.residency.want("c", 5)
+    library.pump()
+    library.residency.completed(Fetched("c", 0, 0, "damaged"))
+    assert library.residency.activities.of("c").error == "damaged"
+
+
+def test_a_thousand_loads_and_unloads_leave_nothing_behind() -> None:
+    library = Library(pages=4, max_cpu_loras=2)
+    for cycle in range(1000):
+        library.use(f"a{cycle % 7}", cycle, tenant=cycle % 3)
+    assert library.residency.evictions > 900
+    while library.residency.evict_one():
+        pass
+    assert library.pool.free == library.pool.total
+    assert not library.room._held
+    assert library.residency.in_host <= 2
+    assert len(list(library.residency._adapters)) == library.residency.in_host
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Requests of three tenants come, run and go over few pages and little host memory, and loads fail."""
+
+    @initialize(pages=st.integers(2, 12), images=st.integers(1, 4), most=st.sampled_from([4, 6, 99]))
+    def start(self, pages: int, images: int, most: int) -> None:
+        self.library = Library(pages=pages, max_cpu_loras=images, max_adapter_pages=most)
+        self.arrivals = 0
+        self.leased: list[tuple[str, tuple[Page, ...]]] = []
+        self.kv: list[tuple[Page, ...]] = []
+        self.orders: list[LoadOrder] = []
+        self.most = most
+        self.images = images
+
+    @rule(digest=st.sampled_from("abcdef"), tenant=st.integers(1, 3))
+    def want(self, digest: str, tenant: int) -> None:
+        self.arrivals += 1
+        self.library.residency.want(digest, self.arrivals, tenant)
+
+    @rule(digest=st.sampled_from("abcdef"))
+    def unwant(self, digest: str) -> None:
+        self.library.residency.unwant(digest)
+
+    @rule(digest=st.sampled_from("abcdef"), tenant=st.integers(1, 3))
+    def lease(self, digest: str, tenant: int) -> None:
+        if self.library.residency.ready(digest):
+            self.library.residency.lease(digest, tenant)
+            adapter = self.library.residency.known(digest)
+            assert adapter is not None
+            self.leased.append((digest, adapter.held))
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        digest, _ = self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1)))
+        self.library.residency.release(digest)
+
+    @rule(pages=st.integers(1, 4), tenant=st.integers(1, 3))
+    def make_room(self, pages: int, tenant: int) -> None:
+        self.arrivals += 1
+        if self.library.residency.make_room(pages, self.arrivals, tenant):
+            self.kv.append(self.library.pool.allocate(pages, (1, 1)) or ())
+
+    @precondition(lambda self: self.kv)
+    @rule()
+    def end_request(self) -> None:
+        self.library.pool.release(self.kv.pop())
+
+    @rule()
+    def pump(self) -> None:
+        self.orders += self.library.pump()
+
+    @precondition(lambda self: self.orders)
+    @rule(fails=st.booleans())
+    def carry_out(self, fails: bool) -> None:
+        order = self.orders.pop(0)
+        if isinstance(order, DropOrder) or not fails:
+            self.library.carry_out(order)
+        elif isinstance(order, FetchOrder):
+            self.library.residency.completed(Fetched(order.digest, 0, 0, "damaged"))
+        else:
+            self.library.residency.completed(Placed(order.digest, "the copy failed"))
+
+    @invariant()
+    def books_balance(self) -> None:
+        residency = self.library.residency
+        self.library.pool.check([*residency.holdings(), *(((1, 1), pages) for pages in self.kv)])
+        assert self.library.pool.adapter <= self.most
+        assert residency.host.images + residency.host.reading <= self.images
+        known = list(residency._adapters)
+        assert residency.host.images == sum(adapter.image is not None for adapter in known)
+        assert residency.host.bytes == 100 * residency.host.images
+        assert sum(self.library.room._held.values()) == self.library.pool.adapter
+        assert self.library.room.idle == sum(adapter.size for adapter in known if adapter.idle)
+
+    @invariant()
+    def what_is_leased_stays(self) -> None:
+        for digest, pages in self.leased:
+            adapter = self.library.residency.known(digest)
+            assert adapter is not None
+            assert adapter.held == pages
+
+
+TestResidencyMachine = ResidencyMachine.TestCase

@@ -14,7 +14,7 @@ def test_storm(seed: int, ahead: bool) -> None:
     """The simulator asserts at every step; what is left to see is that nothing is left."""
     engine = Storm(seed, ahead=ahead).run(400)
     assert engine.pool.kv == 0
-    assert engine.pool.free + engine.pool.adapter == engine.pool.total
+    assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
     assert all(client.finished is not None for client in engine.clients.values())
     engine.residency.pump()
     while engine.residency.evict_one():

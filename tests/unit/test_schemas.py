@@ -15,9 +15,9 @@ from stencilpress.gateway.api.schemas import (
     MAX_ELEMENTS,
     MAX_MESSAGES,
     ChatRequest,
+    message_texts,
     parse_chat,
     parse_completion,
-    template_messages,
 )
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ContextLengthError, InvalidRequestError
@@ -197,7 +197,7 @@ def test_a_fault_inside_a_field_is_named_by_its_path(fields: dict[str, Any], par
 )
 def test_a_message_that_cannot_be_shown_to_the_model_is_refused(message: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        template_messages(chat(messages=[message]))
+        message_texts(chat(messages=[message]).messages)
     assert caught.value.param == param
 
 
@@ -218,7 +218,7 @@ def test_messages_reach_the_template_as_texts() -> None:
             {"role": "assistant", "content": None, "refusal": "no"},
         ]
     )
-    assert template_messages(request) == [
+    assert message_texts(request.messages) == [
         {"role": "system", "content": "a"},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c\nd", "name": "eve"},
@@ -277,7 +277,7 @@ json_values = st.recursive(
 def test_whatever_the_values_a_body_is_read_or_refused(fields: dict[str, Any]) -> None:
     try:
         request = parse_chat(chat_body(**fields))
-        template_messages(request)
+        message_texts(request.messages)
         sampling_of(request, LIMITS)
     except InvalidRequestError as error:
         assert error.message  # noqa: PT017 - both outcomes are fine, a crash is not

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stencilpress.engine import worker as worker_module
+from stencilpress.engine.eviction import Room
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.link import Link
 from stencilpress.engine.messages import (
@@ -27,7 +28,8 @@ from stencilpress.engine.messages import (
 )
 from stencilpress.engine.plan import DropOrder, LoadOrder, LoadResult, Sampled, StepPlan
 from stencilpress.engine.pool import Pool, PoolError
-from stencilpress.engine.residency import Residency
+from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.worker import MAX_FAILED_STEPS, DeviceLostError, Worker
 from tests.fakes.engine import Options, listen
@@ -102,8 +104,10 @@ class Shop:
         )
         self.pool = Pool(600)
         self.link = Link(listen(path), Options().welcome())
-        self.residency = Residency(self.pool, max_cpu_loras=4, max_prefetched=2)
-        self.scheduler = Scheduler(limits, self.pool, self.residency)
+        room = Room()
+        self.residency = Residency(self.pool, room, Capacity(max_cpu_loras=4, max_prefetched=2))
+        self.prefixes = PrefixCache(self.pool, room, limits.page_tokens)
+        self.scheduler = Scheduler(limits, self.pool, self.residency, self.prefixes)
         device = Device(limits.page_tokens)
         self.loader = WakingLoader(Loader(device, dict.fromkeys("ABC", 3)), self.link.wake)
         self.device = kind(device)

@@ -1,0 +1,57 @@
+"""What has been seen of each adapter: for the operator, and to tell which one will be wanted again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stencilpress.engine.eviction import Heat
+
+MAX_REMEMBERED = 4096
+"""Adapters remembered; the one longest unused is forgotten first."""
+
+
+@dataclass(slots=True)
+class Activity:
+    """Counts since the engine began. ``misses`` are the requests that an adapter was loaded for, ``hits`` the others.
+
+    ``read_s`` and ``copy_s`` are what all loads from disk and from host memory took; ``error`` why the last one failed.
+    """
+
+    digest: str
+    tenant: int = 0
+    heat: Heat = field(default_factory=Heat)
+    hits: int = 0
+    misses: int = 0
+    reads: int = 0
+    copies: int = 0
+    read_s: float = 0.0
+    copy_s: float = 0.0
+    evictions: int = 0
+    error: str = ""
+
+
+class Activities:
+    """The adapters last used, the newest last."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Activity] = OrderedDict()
+
+    def of(self, digest: str) -> Activity:
+        """An adapter's own, begun if there is none. It counts as used now."""
+        activity = self._known.get(digest)
+        if activity is None:
+            activity = self._known[digest] = Activity(digest)
+            if len(self._known) > MAX_REMEMBERED:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(digest)
+        return activity
+
+    def __iter__(self) -> Iterator[Activity]:
+        """From the one used last to the one longest unused."""
+        return reversed(self._known.values())
+
+    def __len__(self) -> int:
+        return len(self._known)

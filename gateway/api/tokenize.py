@@ -1,0 +1,109 @@
+"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them: what a prompt amounts to, before it is paid for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from stencilpress.gateway.api.body import read_body
+from stencilpress.gateway.api.chat import chat_ids
+from stencilpress.gateway.api.generate import engine_welcome
+from stencilpress.gateway.api.sampling import prompt_too_long
+from stencilpress.gateway.api.schemas import (
+    MAX_ELEMENTS,
+    MAX_MESSAGES,
+    ChatMessage,
+    TemplateOptions,
+    message_texts,
+    parse_fields,
+)
+from stencilpress.gateway.errors import InvalidRequestError
+from stencilpress.gateway.keys import Principal, check_model
+from stencilpress.gateway.middleware import authenticate
+from stencilpress.gateway.services import SERVICES, Services, off_loop
+from stencilpress.gateway.tokenizer import PromptTooLongError
+
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A text or a chat. ``model`` is checked, if given; all have the base's tokenizer."""
+
+    model: ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelName | None = None
+    tokens: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ELEMENTS)]
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {"continue_final_message": (False,), "tools": ([],), "chat_template": ()}
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    caller = await authenticate(request)
+    body = await read_body(request, services.settings)
+    max_model_len = engine_welcome(services).max_model_len
+
+    def read() -> tuple[TokenizeRequest, list[int]]:
+        asked = parse_fields(body, TokenizeRequest, REFUSED)
+        return asked, _ids(services, asked, max_model_len)
+
+    asked, ids = await off_loop(services, caller.tenant_id, len(body), read)
+    await _check_model(services, caller, asked.model)
+    strings = services.tokenizer.token_strings(ids) if asked.return_token_strs else None
+    return _json({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    services = request.app[SERVICES]
+    caller = await authenticate(request)
+    body = await read_body(request, services.settings)
+    asked, text = await off_loop(services, caller.tenant_id, len(body), lambda: _text(services, body))
+    await _check_model(services, caller, asked.model)
+    return _json({"prompt": text})
+
+
+async def _check_model(services: Services, caller: Principal, model: str | None) -> None:
+    if model is not None:
+        route = await services.router.resolve(caller.tenant_id, model)
+        check_model(caller, model, route.adapter)
+
+
+def _text(services: Services, body: bytes) -> tuple[DetokenizeRequest, str]:
+    asked = parse_fields(body, DetokenizeRequest, {})
+    if max(asked.tokens, default=0) >= services.tokenizer.vocab_size:
+        text = f"token ids are below {services.tokenizer.vocab_size}"
+        raise InvalidRequestError(f"Invalid value for 'tokens': {text}.", param="tokens")
+    return asked, services.tokenizer.decode(asked.tokens)
+
+
+def _ids(services: Services, asked: TokenizeRequest, max_model_len: int) -> list[int]:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
+    if asked.messages is not None:
+        if asked.add_special_tokens:
+            text = "'add_special_tokens' is for 'prompt': a chat template writes its own."
+            raise InvalidRequestError(text, param="add_special_tokens")
+        generation_prompt = asked.add_generation_prompt is not False
+        messages = message_texts(asked.messages)
+        return chat_ids(services.tokenizer, messages, asked.chat_template_kwargs, max_model_len, generation_prompt)
+    try:
+        special = asked.add_special_tokens is not False
+        return services.tokenizer.encode(asked.prompt or "", max_model_len, special=special)
+    except PromptTooLongError:
+        raise prompt_too_long(max_model_len, f"more than {max_model_len}", "prompt") from None
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
