@@ -249,6 +249,7 @@ class Scheduler:
             cached_tokens=self._prefixes.hit_tokens,
             adapter_host_bytes=self._residency.host.bytes,
             adapter_failures=self._residency.failures,
+            max_loras=self._limits.max_loras,
         )
 
     def check(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from stencilpress.gateway.catalog.adapters import find_target
 from stencilpress.gateway.catalog.records import Resolved, Version
@@ -59,6 +61,7 @@ class Router:
         self._db = db
         self._changes = changes
         self._known: CatalogCache[tuple[int, ModelRef], _Choice] = CatalogCache(changes, CACHE_ENTRIES)
+        self._looking: WeakValueDictionary[tuple[int, ModelRef], asyncio.Lock] = WeakValueDictionary()
 
     async def resolve(self, tenant_id: int, model: str, user: str = "") -> Route:
         """The version that ``user`` gets: with a canary always the same one.
@@ -71,7 +74,8 @@ class Router:
             return Route("", self.base.id)
         choice = self._known.get((tenant_id, ref))
         if choice is None:
-            choice = await self._look_up(tenant_id, ref, model)
+            async with self._looking.setdefault((tenant_id, ref), asyncio.Lock()):  # one query for a burst of requests
+                choice = self._known.get((tenant_id, ref)) or await self._look_up(tenant_id, ref, model)
         return choice.of(user)
 
     async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> _Choice:

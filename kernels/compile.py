@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
+from stencilpress.kernels.draw.triton_wide import wide_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
 from stencilpress.kernels.sgmv.table import GroupShape
@@ -105,6 +106,8 @@ def cases() -> Iterator[Case]:
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
+    types = "*fp32 *fp32 *u8 *i64 *fp64 *fp64 *fp64 *i64 i32"
+    yield Case("draw-wide", wide_kernel, types, {"V": 128256, "BLOCK": 4096}, {"num_warps": 8})
     yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
 
 
@@ -112,6 +115,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
     """Compile to machine code. Pointers and sizes count as divisible by 16, as they are in the engine."""
     constants = {**case.constants, "PDL": capability >= 90}
     types = iter(case.types.split())
+    constants = {name: value for name, value in constants.items() if name in case.kernel.arg_names}
     signature = {name: "constexpr" if name in constants else next(types) for name in case.kernel.arg_names}
     apart = set(case.kernel.do_not_specialize or ())
     attrs = {

@@ -58,6 +58,20 @@ class EagerSteps:
             self._decoder.logits(x_TX, residual_TX)
             torch.cuda.current_stream().synchronize()  # the inputs' buffers are written again
 
+    def largest(self, tokens: int, draws: int, adapters: int, max_rank: int) -> Tensor:
+        """Logits (draws, V) of a step of so many rows that changes nothing, with as much scratch as any step takes."""
+        device = self._inputs.device_N.device
+        zeros_T, zeros_N = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tokens, draws))
+        blocks = 8 * adapters
+        items = blocks * -(-max_rank // 16)
+        list_N = torch.zeros(list_words(blocks, items), dtype=torch.int32, device=device)
+        work = SgmvWork.over(list_N, Tile(64, 16), blocks, items, self._decoder.entries)
+        rows = DeviceRows(
+            zeros_T, zeros_T, zeros_T - 1, zeros_T[:0], zeros_T.view(-1, 1), 1, None, Adapted(work, ALL_GROUPS)
+        )
+        x_TX, residual_TX = self._decoder.forward(rows)
+        return self._decoder.logits(x_TX.index_select(0, zeros_N), residual_TX.index_select(0, zeros_N))
+
     def _list(self, blocks: int, items: int) -> Tensor:
         host, device = self._inputs.reserve(list_words(blocks, items))
         host[:] = 0

@@ -8,7 +8,8 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +71,12 @@ class TritonDecoder:
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angle_PF = torch.outer(positions, inverse_frequencies(spec.rope, spec.head_dim))
         self._cos, self._sin = angle_PF.cos().to(self.pool.device), angle_PF.sin().to(self.pool.device)
+
+    def first_layer(self) -> TritonDecoder:
+        """The same decoder with one layer only: it launches the same kernels."""
+        decoder = copy(self)
+        decoder._weights = replace(self._weights, layers=self._weights.layers[:1])  # noqa: SLF001
+        return decoder
 
     @property
     def entries(self) -> int:

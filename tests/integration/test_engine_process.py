@@ -41,7 +41,7 @@ def digests(adapters_dir: Path, model_dir: Path) -> list[str]:
 
 
 @contextmanager
-def engine(path: Path, model_dir: Path, adapters_dir: Path, **settings: int) -> Iterator[subprocess.Popen[bytes]]:
+def engine(path: Path, model_dir: Path, adapters_dir: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
     """An engine process that listens at ``path``; killed if it still lives at the end."""
     listener = listen(path)
     environ = {
@@ -55,7 +55,7 @@ def engine(path: Path, model_dir: Path, adapters_dir: Path, **settings: int) -> 
     process = subprocess.Popen(
         [sys.executable, "-m", "stencilpress.engine"],
         env={**os.environ, **environ},
-        pass_fds=[listener.fileno(), *([settings["lifeline_fd"]] if "lifeline_fd" in settings else [])],
+        pass_fds=[listener.fileno(), *([int(str(settings["lifeline_fd"]))] if "lifeline_fd" in settings else [])],
     )
     listener.close()
     try:
