@@ -23,6 +23,7 @@ from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
+from stencilpress.gateway.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class Services:
     websockets: WeakSet[web.WebSocketResponse]
     desk: AdapterDesk | None = None
     """Uploads and upkeep of adapters; None without a folder of theirs."""
+    tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
 
