@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
 
@@ -31,6 +32,10 @@ from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.lifecycle.cold import ColdTier
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
@@ -133,8 +138,36 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
+            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
             tracing=traces,
         )
+
+
+@asynccontextmanager
+async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> AsyncIterator[AdapterDesk | None]:
+    """Uploads and upkeep of adapters, where there is a folder for them."""
+    if not settings.adapters_dir:
+        yield None
+        return
+    cold = ColdTier(settings.cold_store_url) if settings.cold_store_url else None
+    desk = AdapterDesk.open(
+        db,
+        Path(settings.adapters_dir).parent,
+        Path(settings.model_dir),
+        base,
+        dtype=settings.dtype,
+        max_rank=settings.max_lora_rank,
+        gate=IntakeGate(settings.intake_workers),
+        cold=cold,
+    )
+    grace = timedelta(seconds=settings.purge_grace_s)
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    try:
+        yield desk
+    finally:
+        upkeep.cancel()
+        await asyncio.wait([upkeep])
+        await desk.close()
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
