@@ -28,7 +28,7 @@ ENGINE_OPTIONS = {
     "max_model_len": "Longest prompt plus answer in tokens; 0 takes the model's context.",
     "max_num_seqs": "Requests that run at once; 0 takes 64 on a CPU, 256 on a GPU.",
     "max_num_batched_tokens": "Tokens of one step; 0 takes 512 on a CPU, 8192 on a GPU.",
-    "max_waiting": "Requests that may wait; one more is refused.",
+    "max_waiting": "Requests that may wait; tenants have fair parts of the places.",
     "max_loras": "Distinct adapters in one step; 0 takes 16 on a CPU, 128 on a GPU.",
     "max_lora_rank": "Largest rank of an adapter.",
     "max_cpu_loras": "Adapters whose images stay in host memory.",
@@ -37,7 +37,7 @@ ENGINE_OPTIONS = {
     "prefix_caching": "Keep keys and values of prompts for the tenant's next ones; 0 switches it off.",
     "pool_bytes": "Bytes of the pool of KV and adapter pages; 0 takes a default that fits.",
     "threads": "CPU threads of the forward; 0 takes all cores.",
-    "hang_limit_s": "An engine whose loop does not turn for so long is killed; 0 takes 60 on a CPU, else 30.",
+    "hang_limit_s": "A process whose loop does not turn for so long is killed; 0: 60 for an engine on a CPU, else 30.",
 }
 """The engine's settings that an operator may set; the commands take them as options too."""
 
