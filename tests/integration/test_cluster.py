@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def settings(base_folder: Path) -> dict[str, str]:
-    own = {"model": str(base_folder), "base_id": BASE_ID, "device": "cpu", "threads": "1", "hang_limit_s": "6"}
+    own = {"model": str(base_folder), "base_id": BASE_ID, "device": "cpu", "threads": "1", "hang_limit_s": "10"}
     return {**own, "gateways": "2", "engines": "2"}
 
 
