@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 USAGE = re.compile(rb'"completion_tokens":(\d+)')
+FRAME = b"data: "
 LAST_CHUNK = b"0\r\n\r\n"
 PLAIN_ENDS = (b"}", b"}\n")
 """A plain answer is one JSON object and comes in one or two packets."""
@@ -91,8 +92,8 @@ class Connection(asyncio.Protocol):
         if not seen.status:
             seen.status = int(data[9:12])
         joined = self._tail + data
-        frames = joined.count(b"\n\n")
-        if frames or b"data: " in joined:
+        frames = joined.count(FRAME)
+        if frames:
             if self._last:
                 seen.gaps_s.append(now - self._last)
             else:
@@ -102,7 +103,7 @@ class Connection(asyncio.Protocol):
         if self._keep_text:
             self._parts.append(data)
         end = joined.endswith(LAST_CHUNK if seen.frames else PLAIN_ENDS)
-        self._tail = joined[-64:] if seen.status == 200 else joined
+        self._tail = joined[1 - len(FRAME) :]  # too short for a whole one
         if found := USAGE.search(data):
             seen.tokens = int(found[1])
         if end and self._done is not None and not self._done.done():

@@ -162,7 +162,7 @@ class DecodeGraphs:
         """Compute a step of decodes alone, in order on the current stream."""
         count = len(rows.tokens_T)
         size = next(size for size in self._sizes if size >= count)
-        plan = plan_work(rows.adapters, choose_tile(rows.adapters)) if rows.adapters else None
+        plan = plan_work(rows.adapters, choose_tile(rows.adapters)._replace(ranks=RANKS)) if rows.adapters else None
         variant = self._variant(size, rows.longest, None if plan is None else self._adapting(plan, size, rows.groups))
         graph = self._graphs.get(variant) or self._views(variant)
         self._send(rows, graph.rows, plan)

@@ -79,7 +79,8 @@ async def plan_generation(
         tenant=caller.tenant_id,
         weight=caller.limits.weight,
         salt=caller.salt,
-        max_wait_ms=round(services.settings.max_wait_s * 1000),
+        priority=-(request.priority or 0),  # clients count as vLLM does: the lower, the earlier
+        max_wait_ms=_max_wait_ms(request.max_wait_ms, services.settings.max_wait_s),
     )
     submits: list[Submit] = []
     for prompt in prompts:
@@ -93,6 +94,12 @@ async def plan_generation(
         template.sampling.logprobs >= 0,
     )
     return Generation(route.echo, submits, rules, request.n or 1, caller, route)
+
+
+def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
+    """The shorter of what the caller and the operator allow; 0 if neither limits it."""
+    limits = [limit_ms for limit_ms in (asked_ms or 0, round(allowed_s * 1000)) if limit_ms]
+    return min(limits, default=0)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
@@ -123,6 +130,10 @@ async def respond(
         return await _stream(request, open_answers, encoder, generation.choices_per_prompt)
 
 
+Consume = Callable[[int, Delta], Awaitable[None] | None]
+"""Takes the index of a choice and its next delta; what it returns is waited for, None is not."""
+
+
 class OpenAnswers:
     """The answers of one generation while they are made, timed as they come."""
 
@@ -133,8 +144,8 @@ class OpenAnswers:
         self._services = services
         self._first = True
 
-    async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
-        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other.
+    async def follow(self, consume: Consume) -> None:
+        """Hand every delta to ``consume``; choices advance independently of each other.
 
         Raises :class:`RequestTimeoutError` when the request's time is over.
         """
@@ -147,7 +158,7 @@ class OpenAnswers:
                 raise
             raise RequestTimeoutError(f"The answer took longer than {limit_s:g} s.") from None
 
-    async def _follow_all(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+    async def _follow_all(self, consume: Consume) -> None:
         if len(self.each) == 1:
             await self._follow(self.each[0], consume)
             return
@@ -163,14 +174,13 @@ class OpenAnswers:
         finished = [await answer.settle() for answer in self.each]
         return usage(finished, sum(answer.answer_tokens for answer in self.each), choices_per_prompt)
 
-    async def _follow(self, answer: Answer, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+    async def _follow(self, answer: Answer, consume: Consume) -> None:
         metrics, meter = self._services.metrics, self.charge.meter
         last = 0.0
         try:
             async for delta in answer:
                 now = time.perf_counter()
                 if last:
-                    metrics.inter_token.observe(now - last)
                     meter.gap(now - last, delta.token_count)
                 elif self._first:
                     self._first = False
@@ -179,7 +189,9 @@ class OpenAnswers:
                     self._active.begin()
                     CURRENT.get().first_token(now)
                 last = now
-                await consume(answer.index, delta)
+                pending = consume(answer.index, delta)
+                if pending is not None:
+                    await pending
         except EngineLostError:
             if self._services.drain.draining:
                 raise UnavailableError("The server is shutting down; try again shortly.") from None
@@ -219,6 +231,7 @@ async def answers(
         finally:  # none of this waits, so a cancelled request is settled all the same
             charge.close(opened.each)
             if opened.each:
+                metrics.inter_token.add(charge.meter.gaps, charge.meter.gaps_ms)
                 _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
 
 
@@ -262,7 +275,7 @@ async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoi
     tokens: list[list[ShownToken]] = [[] for _ in opened.each]
     reasons: list[FinishReason] = ["stop" for _ in opened.each]
 
-    async def keep(index: int, delta: Delta) -> None:
+    def keep(index: int, delta: Delta) -> None:
         texts[index].append(delta.text)
         tokens[index].extend(delta.tokens)
         reasons[index] = delta.finish_reason or reasons[index]
@@ -289,15 +302,17 @@ async def _stream(
     services = request.app[SERVICES]
     events = EventStream(request, services.settings.write_limit_s, services.metrics)
 
-    async def send(index: int, delta: Delta) -> None:
-        opened.charge.meter.deliver(delta.token_count)
-        await events.send(encoder.delta(index, delta))
+    deliver, encode, write_now = opened.charge.meter.deliver, encoder.delta, events.write_now
+
+    def send(index: int, delta: Delta) -> Awaitable[None] | None:
+        deliver(delta.token_count)
+        data = encode(index, delta)
+        return None if write_now(data) else events.send(data)
 
     try:
         await opened.follow(send)
         usage = await opened.usage(choices_per_prompt) if encoder.include_usage else None
-        await events.send(encoder.end(usage))
-        return await events.finish()
+        return await events.finish(encoder.end(usage))
     except ConnectionError:
         raise
     except Exception as error:

@@ -7,13 +7,14 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import ceil, log
 from pathlib import Path
 
 from stencilpress.engine.messages import Finished
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.errors import UnavailableError
-from stencilpress.gateway.usage.histogram import Counts, bucket_of, pack
+from stencilpress.gateway.usage.histogram import LEAST_MS, MOST_MS, SCALE, Counts, bucket_of, pack
 from stencilpress.gateway.usage.journal import (
     COUNTS_WORD,
     SLOT_WORDS,
@@ -53,8 +54,21 @@ class Admitted:
 class Meter:
     """What one request has used so far. Its counts survive this process; :meth:`close` makes its row."""
 
-    __slots__ = ("_at", "_gap_ms", "_gap_tokens", "_gaps", "_recorder", "_segment", "_slot", "_words",
-                 "arrived_at", "delivered", "error", "prompt_tokens", "ttft_ms")  # fmt: skip
+    __slots__ = (
+        "_at",
+        "_gap_tokens",
+        "_recorder",
+        "_segment",
+        "_slot",
+        "_words",
+        "arrived_at",
+        "delivered",
+        "error",
+        "gaps",
+        "gaps_ms",
+        "prompt_tokens",
+        "ttft_ms",
+    )  # fmt: skip
 
     def __init__(self, recorder: Recorder, segment: Segment, slot: int, prompt_tokens: int, arrived_at: float) -> None:
         self._recorder = recorder
@@ -62,8 +76,8 @@ class Meter:
         self._slot = slot
         self._words = segment.words
         self._at = SLOT_WORDS * slot + COUNTS_WORD
-        self._gaps: Counts = {}
-        self._gap_ms = 0.0
+        self.gaps: Counts = {}
+        self.gaps_ms = 0.0
         self._gap_tokens = 0
         self.arrived_at = arrived_at
         self.prompt_tokens = prompt_tokens
@@ -83,9 +97,10 @@ class Meter:
     def gap(self, seconds: float, tokens: int) -> None:
         """The next arrival of a choice, with so many tokens, came so long after the one before."""
         ms = seconds * 1000
-        bucket = bucket_of(ms)
-        self._gaps[bucket] = self._gaps.get(bucket, 0) + 1
-        self._gap_ms += ms
+        bucket = ceil(log(ms) * SCALE) if LEAST_MS < ms < MOST_MS else bucket_of(ms)  # once a token: not worth a call
+        gaps = self.gaps
+        gaps[bucket] = gaps.get(bucket, 0) + 1
+        self.gaps_ms += ms
         self._gap_tokens += tokens
 
     def billed(self) -> int:
@@ -109,14 +124,14 @@ class Meter:
                 prompt_tokens=billed_prompt,
                 cached_tokens=min(sum(one.cached_tokens for one in finished), billed_prompt),
                 ttft_ms=self.ttft_ms,
-                inter_token_ms=self._gap_ms / self._gap_tokens if self._gap_tokens else None,
+                inter_token_ms=self.gaps_ms / self._gap_tokens if self._gap_tokens else None,
                 queue_ms=max((one.queue_ms for one in finished), default=0.0),
                 cold_start_ms=max((one.cold_start_ms for one in finished), default=0.0),
                 duration_ms=(time.perf_counter() - self.arrived_at) * 1000,
                 error_code=self.error,
             ),
         )
-        self._recorder.ended(self._segment, self._slot, pack(self._gaps) if self._gaps else None)
+        self._recorder.ended(self._segment, self._slot, pack(self.gaps) if self.gaps else None)
 
 
 class Recorder:
