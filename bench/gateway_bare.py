@@ -53,6 +53,10 @@ async def create(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def readyz(_request: web.Request) -> web.Response:
+    return web.Response(text="ok")
+
+
 INTERVAL = web.AppKey("interval_s", float)
 
 
@@ -66,7 +70,7 @@ def main() -> None:
     app[INTERVAL] = given.interval_ms / 1000
     app.router.add_post("/v1/chat/completions", create)
     app.router.add_post("/chat/completions", create)
-    app.router.add_get("/readyz", lambda _: web.Response(text="ok"))  # type: ignore[arg-type]
+    app.router.add_get("/readyz", readyz)
     web.run_app(app, host="127.0.0.1", port=given.port, print=None, access_log=None, loop=uvloop.new_event_loop())
 
 

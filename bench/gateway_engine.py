@@ -1,18 +1,17 @@
 """A fake engine for the gateway's bench: the real ring protocol, tokens by the clock or as fast as they are taken.
 
-``python -m bench.gateway_engine SOCKET MODEL_DIR --interval-ms 20``. A request gets its first token at once, the next
-ones every interval; with 0 each turn of the loop gives every request one more. Every token is a word of plain text.
+``python -m bench.gateway_engine SOCKET MODEL_DIR --interval-ms 20``. A request gets its first token at once; then every
+step gives each request one, and steps are an interval apart (0: as fast as the gateway takes them).
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import signal
 import time
 from pathlib import Path
 
-from stencilpress.engine.link import Closed, Link, Received
+from stencilpress.engine.link import Closed, Link
 from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -20,6 +19,7 @@ from stencilpress.engine.messages import (
     Ensure,
     Ensured,
     Finished,
+    FinishReason,
     FromEngine,
     Stats,
     Step,
@@ -35,93 +35,78 @@ GENERATION = 1
 
 
 class _Request:
-    __slots__ = ("id", "left", "made", "prompt_tokens", "tokens")
+    __slots__ = ("id", "made", "most", "prompt_tokens", "tokens")
 
-    def __init__(self, submit: Submit, tokens: list[Token]) -> None:
+    def __init__(self, submit: Submit, words: list[int]) -> None:
         self.id = submit.id
-        self.left = submit.max_tokens
+        self.most = submit.max_tokens
         self.made = 0
         self.prompt_tokens = len(submit.prompt) // 4
-        self.tokens = tokens
+        self.tokens = [Token(submit.id, word) for word in words]
+
+    def next(self) -> Token:
+        token = self.tokens[self.made % len(self.tokens)]
+        self.made += 1
+        return token
+
+    def end(self, reason: FinishReason) -> Finished:
+        return Finished(self.id, reason, self.prompt_tokens, self.made)
 
 
-class PacedEngine:
-    """The loop of one process. ``words`` are the token ids that it says over and over."""
+class SteppingEngine:
+    """The loop of one process. ``words`` are the token ids that every answer says over and over."""
 
     def __init__(self, link: Link, words: list[int], interval_s: float) -> None:
         self._link = link
         self._words = words
         self._interval_s = interval_s
-        self._requests: dict[tuple[int, int], _Request] = {}
-        self._due: list[tuple[float, tuple[int, int]]] = []
+        self._running: dict[int, dict[int, _Request]] = {}
+        """By connection and id."""
         self._kept: dict[int, list[FromEngine]] = {}
-        self._steps = 0
-        self.running = True
+        self._next_step_at = 0.0
+        self.stopped = False
 
     def run(self) -> None:
-        while self.running:
+        while not self.stopped:
             for event in self._link.poll(self._pause_s()):
                 if isinstance(event, Closed):
-                    self._requests = {key: one for key, one in self._requests.items() if key[0] != event.connection}
+                    self._running.pop(event.connection, None)
                     self._kept.pop(event.connection, None)
                 else:
-                    self._take(event)
+                    self._take(event.connection, event.message)
             self._send_kept()
-            self._step(time.monotonic())
+            if time.monotonic() >= self._next_step_at:
+                self._next_step_at = max(self._next_step_at + self._interval_s, time.monotonic())
+                for connection, requests in self._running.items():
+                    if connection not in self._kept:
+                        self._step(connection, list(requests.values()))
 
     def _pause_s(self) -> float | None:
-        if not self._due or all(key[0] in self._kept for _, key in self._due):
+        if not any(requests for connection, requests in self._running.items() if connection not in self._kept):
             return None
-        return max(0.0, self._due[0][0] - time.monotonic())
+        return max(0.0, self._next_step_at - time.monotonic())
 
-    def _take(self, event: Received) -> None:
-        connection, message = event.connection, event.message
+    def _take(self, connection: int, message: ToEngine) -> None:
+        requests = self._running.setdefault(connection, {})
         if isinstance(message, Submit):
-            key = (connection, message.id)
-            self._requests[key] = _Request(message, [Token(message.id, word) for word in self._words])
-            heapq.heappush(self._due, (time.monotonic(), key))
+            requests[message.id] = _Request(message, self._words)
+            self._step(connection, [requests[message.id]])
         elif isinstance(message, Abort):
-            request = self._requests.pop((connection, message.id), None)
-            if request is not None:
-                self._send(connection, Step((), (self._end(request, "aborted"),)))
-        else:
-            self._answer(connection, message)
-
-    def _answer(self, connection: int, message: ToEngine) -> None:
-        if isinstance(message, Ensure):
+            if message.id in requests:
+                self._send(connection, Step((), (requests.pop(message.id).end("aborted"),)))
+        elif isinstance(message, Ensure):
             self._send(connection, Ensured(message.id, ""))
         elif isinstance(message, AskStats):
-            counts = dict.fromkeys(Stats.__struct_fields__, 0) | {"id": message.id, "steps": self._steps}
-            self._send(connection, Stats(**counts))
+            self._send(connection, Stats(**(dict.fromkeys(Stats.__struct_fields__, 0) | {"id": message.id})))
 
-    def _step(self, now: float) -> None:
-        """One more token for every request that is due, in one message for each gateway."""
-        tokens: dict[int, list[Token]] = {}
-        finished: dict[int, list[Finished]] = {}
-        again: list[tuple[float, tuple[int, int]]] = []
-        while self._due and self._due[0][0] <= now:
-            due, key = heapq.heappop(self._due)
-            request = self._requests.get(key)
-            if request is None:
-                continue
-            if key[0] in self._kept:
-                again.append((due, key))
-                continue
-            tokens.setdefault(key[0], []).append(request.tokens[request.made % len(self._words)])
-            request.made += 1
-            if request.made == request.left:
-                del self._requests[key]
-                finished.setdefault(key[0], []).append(self._end(request, "length"))
-            else:
-                again.append((due + self._interval_s, key))
-        for entry in again:
-            heapq.heappush(self._due, entry)
-        self._steps += bool(tokens)
-        for connection, made in tokens.items():
-            self._send(connection, Step(tuple(made), tuple(finished.get(connection, ()))))
-
-    def _end(self, request: _Request, reason: str) -> Finished:
-        return Finished(request.id, reason, request.prompt_tokens, request.made)  # type: ignore[arg-type]
+    def _step(self, connection: int, requests: list[_Request]) -> None:
+        """One more token for each, in one message."""
+        tokens = tuple([request.next() for request in requests])
+        finished = tuple([request.end("length") for request in requests if request.made == request.most])
+        for one in finished:
+            del self._running[connection][one.id]
+        if tokens:
+            self._send(connection, Step(tokens, finished))
 
     def _send(self, connection: int, message: FromEngine) -> None:
         if connection in self._kept or not self._link.send(connection, message):
@@ -148,10 +133,10 @@ def main() -> None:
         PROTOCOL_VERSION, GENERATION, spec.base_id, spec.fingerprint(), spec.vocab_size, 8192, 64, spec.eos_ids
     )
     link = Link(listen(given.socket), welcome)
-    engine = PacedEngine(link, given.words, given.interval_ms / 1000)
+    engine = SteppingEngine(link, given.words, given.interval_ms / 1000)
 
     def stop(*_: object) -> None:
-        engine.running = False
+        engine.stopped = True
         link.wake()
 
     signal.signal(signal.SIGTERM, stop)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
+import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -141,14 +144,71 @@ async def connect(target: Target, count: int, keep_text_of: int = 0) -> list[Con
 
 
 async def closed_loop(
-    connections: Sequence[Connection], request: bytes, rounds: int, stagger_s: float = 0.0
+    connections: Sequence[Connection], request: bytes, rounds: int, stagger_s: float = 0.0, pause_s: float = 0.0
 ) -> tuple[list[Seen], float]:
-    """Each connection asks ``rounds`` times in a row, beginning evenly within ``stagger_s``. Returns also the time."""
+    """Each connection asks ``rounds`` times, beginning evenly within ``stagger_s``. Returns also the time.
+
+    Pauses before each time are random, ``pause_s`` on average: the end of an answer and the next request would
+    otherwise fall together with a step of the engine.
+    """
 
     async def one(number: int, connection: Connection) -> list[Seen]:
         await asyncio.sleep(stagger_s * number / len(connections))
-        return [await connection.ask(request) for _ in range(rounds)]
+        seen = []
+        for _ in range(rounds):
+            await asyncio.sleep(random.uniform(0, 2 * pause_s))
+            seen.append(await connection.ask(request))
+        return seen
 
     start = time.perf_counter()
     seen = await asyncio.gather(*(one(number, connection) for number, connection in enumerate(connections)))
     return [one for answers in seen for one in answers], time.perf_counter() - start
+
+
+def drain(target: Target, request: bytes, streams: int, pause_s: float = 0.01) -> tuple[int, int, float]:
+    """Open streams all at once and read them only now and then, which costs hardly any time here.
+
+    Returns the frames, the tokens that usage told, and the time from the first byte to the last.
+    """
+    sockets = [socket.create_connection((target.host, target.port)) for _ in range(streams)]
+    for one in sockets:
+        one.sendall(request)
+        one.setblocking(False)
+    left = dict.fromkeys(sockets, b"")
+    frames = tokens = 0
+    start = last = 0.0
+    while left:
+        time.sleep(pause_s)
+        for one, tail in list(left.items()):
+            try:
+                data = tail + one.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            last = time.perf_counter()
+            start = start or last
+            frames += data.count(FRAME)
+            left[one] = data[1 - len(FRAME) :]
+            if found := USAGE.search(data):
+                tokens += int(found[1])
+            if data.endswith(LAST_CHUNK):
+                del left[one]
+    for one in sockets:
+        one.close()
+    return frames, tokens, last - start
+
+
+def main() -> int:
+    """``python -m bench.gateway_load HOST PORT KEY MODEL PROMPT STREAMS TOKENS``: streams that only have to be there.
+
+    Prints the frames and tokens that came.
+    """
+    host, port, key, model, prompt, streams, tokens = sys.argv[1:]
+    target = Target(host, int(port), key, model)
+    request = target.request(prompt, int(tokens), stream=True)
+    frames, told, _ = drain(target, request, int(streams), pause_s=0.05)
+    print(json.dumps([frames, told]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

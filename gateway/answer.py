@@ -161,8 +161,8 @@ class Answer:
         if stop_filter is None and not self._rules.logprobs:
             self._counted += len(tokens)
             if len(tokens) == 1:  # nearly always
-                token = tokens[0].token
-                return push(token) if token not in stop_ids else ""
+                only = tokens[0].token
+                return push(only) if only not in stop_ids else ""
             return "".join([push(token.token) for token in tokens if token.token not in stop_ids])
         texts = []
         for token in tokens:

@@ -7,12 +7,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from stencilpress.gateway.usage.histogram import add, value_of
 
@@ -134,8 +134,11 @@ class LatencyHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         buckets = [
-            (floatToGoString(bound_s), float(sum(n for b, n in self._counts.items() if value_of(b) <= 1000 * bound_s)))
-            for bound_s in (*self._bounds_s, float("inf"))
+            (
+                "+Inf" if bound_s == inf else str(bound_s),
+                float(sum(n for b, n in self._counts.items() if value_of(b) <= 1000 * bound_s)),
+            )
+            for bound_s in (*self._bounds_s, inf)
         ]
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum_ms / 1000)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from stencilpress.gateway.answer import Delta, FinishReason, ShownToken
 from stencilpress.gateway.errors import ApiError
@@ -141,6 +141,8 @@ class EventStream:
         """Write whole events, waiting for the client if need be. Raises :class:`ConnectionError` when it is gone."""
         if not self._response.prepared:
             async with self._starting:
+                if self._request.version >= HttpVersion11:
+                    self._response.enable_chunked_encoding()
                 await self._response.prepare(self._request)
         if self.write_now(data):
             return
