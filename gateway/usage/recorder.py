@@ -29,7 +29,7 @@ from stencilpress.gateway.usage.record import Status, new_key
 
 FLUSH_S = 0.5
 BATCH_ROWS = 250
-"""Rows of one transaction: preparing them keeps the loop busy for a few milliseconds."""
+"""Rows of one transaction."""
 RETRY_S = 1.0
 RECOVER_S = 15.0
 """How often this host's spool is looked through for what killed gateways left."""
@@ -135,7 +135,10 @@ class Meter:
 
 
 class Recorder:
-    """The journal of this process and what of it waits for the catalog. :meth:`run` belongs in a task."""
+    """The journal of this process and what of it waits for the catalog.
+
+    Its coroutines belong on one loop, that of ``db``; :meth:`open` and the meters may be used on another.
+    """
 
     def __init__(self, db: Database, folder: Path, max_bytes: int) -> None:
         """Raises ``OSError`` if the folder cannot be used."""
@@ -143,7 +146,6 @@ class Recorder:
         self._folder = folder
         self._journal = Journal(folder, max_bytes)
         self._ended: deque[tuple[Segment, int, bytes | None]] = deque()
-        self._some = asyncio.Event()
         self._flushing = asyncio.Lock()
 
     def open(self, who: Admitted, arrived_at: float) -> Meter:
@@ -169,19 +171,15 @@ class Recorder:
     def ended(self, segment: Segment, slot: int, gaps: bytes | None) -> None:
         """A meter's row can be written."""
         self._ended.append((segment, slot, gaps))
-        self._some.set()
 
     async def run(self) -> None:
         """Write rows as they come, until cancelled."""
         while True:
-            await self._some.wait()
             await asyncio.sleep(FLUSH_S)
-            self._some.clear()
             try:
                 await self.flush()
             except UnavailableError:
                 logger.warning("%d usage rows wait for the catalog", len(self._ended))
-                self._some.set()
                 await asyncio.sleep(RETRY_S)
 
     async def recover_for_ever(self) -> None:
@@ -218,11 +216,14 @@ class Recorder:
             finally:
                 segment.close(remove=saved)
 
-    async def close(self) -> None:
-        """Write what can be written within a second and let go of the journal."""
+    async def last_flush(self) -> None:
+        """Write what can be written within a second."""
         try:
             async with asyncio.timeout(LAST_FLUSH_S):
                 await self.flush()
         except (TimeoutError, UnavailableError):
             logger.warning("%d usage rows are left for the next start", len(self._ended))
+
+    def close(self) -> None:
+        """Let go of the journal; rows that are still in it are recovered at the next start."""
         self._journal.close()
