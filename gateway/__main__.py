@@ -71,6 +71,7 @@ def main() -> int:
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
         sys.setswitchinterval(SWITCH_S)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one prompt at a time: its pool of threads is only a detour
         return _run(settings)
     except (SettingsError, SchemaError, UnavailableError) as error:
         print(f"stencilpress gateway: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it

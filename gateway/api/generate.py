@@ -318,11 +318,11 @@ async def _stream(
     services = request.app[SERVICES]
     events = EventStream(request, services.settings.write_limit_s, services.metrics)
 
-    deliver, encode, write_now = opened.charge.meter.deliver, encoder.delta, events.write_now
+    deliver, write_now = opened.charge.meter.deliver, events.write_now
 
     def send(index: int, delta: Delta) -> Awaitable[None] | None:
         deliver(delta.token_count)
-        data = encode(index, delta)
+        data = encoder.delta(index, delta)
         return None if write_now(data) else events.send(data)
 
     try:
