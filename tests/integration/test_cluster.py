@@ -50,8 +50,8 @@ def children(server: Server, kind: str) -> list[psutil.Process]:
 
 
 async def complete(server: Server, model: str, max_tokens: int = 4) -> str:
-    """One request on a connection of its own."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0, timeout=30) as api:
+    """One request on a connection of its own, sent again if a gateway did not know yet that its engine is gone."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=3, timeout=30) as api:
         answer = await api.completions.create(
             model=model, prompt="abc", max_tokens=max_tokens, temperature=0, extra_body={"ignore_eos": True}
         )
