@@ -137,7 +137,7 @@ class RandomLoader(Loader):
         spec = self._spec
         records = self.records(spec, kind)
         header = ImageHeader(
-            digest, spec.fingerprint(), spec.dtype, spec.num_layers, len(spec.groups), records, payload_crc32=0
+            digest, spec.fingerprint(), spec.dtype, spec.num_layers, len(spec.groups), records, payload_checksum=0
         )
         elems = header.payload_bytes // 2
         payload = self._buffer[index * 4096 : index * 4096 + elems].view(torch.uint8).numpy()

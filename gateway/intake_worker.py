@@ -30,6 +30,7 @@ from stencilpress.engine.image import (
     image_name,
     is_finite,
     not_finite,
+    remove_outdated,
     resolve,
     write_image,
 )
@@ -191,6 +192,7 @@ def _write_image(folder: Path, spec: ModelSpec, modules: Iterable[Module], weigh
     try:
         header = write_image(partial, spec, modules, weights.load)
         partial.replace(path)
+        remove_outdated(folder, header.fingerprint)
     finally:
         partial.unlink(missing_ok=True)
     return header
