@@ -53,6 +53,7 @@ class _Inbox:
     tokens: list[Token] = field(default_factory=list)
     finished: Finished | None = None
     waiter: asyncio.Future[None] | None = None
+    aborted: bool = False
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -69,7 +70,7 @@ class Stream:
 
     A batch holds all tokens that came since the last one. The last batch, and only it, has ``finished`` set.
     Leaving early, by :meth:`aclose`, by cancelling the task that waits for a batch or by dropping the stream,
-    aborts the request.
+    aborts the request. After a cancelled wait the stream can still be read to its end, for the engine's last word.
     """
 
     def __init__(self, connection: Connection, inbox: _Inbox) -> None:
@@ -94,7 +95,7 @@ class Stream:
             try:
                 await inbox.waiter
             except asyncio.CancelledError:
-                await self.aclose()
+                self.abort()
                 raise
             finally:
                 inbox.waiter = None
@@ -102,8 +103,10 @@ class Stream:
         return inbox.take()
 
     def abort(self) -> None:
-        """Ask the engine to stop the request. The stream goes on until its terminal message."""
-        self._connection.abort(self._inbox.id)
+        """Ask the engine to stop; the stream goes on until its terminal message."""
+        if not self._inbox.aborted and not self._over:
+            self._inbox.aborted = True
+            self._connection.abort(self._inbox.id)
 
     async def aclose(self) -> None:
         """End the stream here; a request that still runs is aborted."""
@@ -170,7 +173,8 @@ class Connection:
 
     def abandon(self, request_id: int) -> None:
         """Abort a request whose stream nobody reads any more; what still comes for it is dropped."""
-        if self._inboxes.pop(request_id, None) is not None:
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is not None and not inbox.aborted:
             self._send_abort(request_id)
 
     def lose(self, reason: str) -> None:

@@ -22,6 +22,7 @@ from stencilpress.engine.client import EngineClient
 from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
+from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
@@ -108,8 +109,10 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
         threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         db = await stack.enter_async_context(Database(settings.database_url))
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
-        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         await check_schema(db)
+        metrics = Metrics(settings.gateway, settings.metrics_tenants)
+        accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+        engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         yield Services(
@@ -121,8 +124,9 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
             engine=engine,
             tokenizer=tokenizer,
             base_names=names,
-            metrics=Metrics(settings.gateway, settings.metrics_tenants),
+            metrics=metrics,
             drain=Drain(),
+            accounting=accounts,
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),

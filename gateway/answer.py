@@ -53,10 +53,12 @@ class Delta:
     text: str
     tokens: Sequence[ShownToken] = ()
     finish_reason: FinishReason | None = None
+    token_count: int = 0
+    """Tokens that went into the answer with it and since the delta before, those without a text included."""
 
 
 class Answer:
-    """The text of one request to the engine, for one reader. Close it with :meth:`aclose` whatever happens."""
+    """The text of one request to the engine, for one reader. Whoever leaves before its end calls :meth:`abort`."""
 
     def __init__(self, stream: Stream, index: int, rules: TextRules) -> None:
         self.index = index
@@ -65,6 +67,10 @@ class Answer:
         self._detokenizer = rules.table.stream()
         self._filter = StopFilter(rules.stops) if rules.stops is not None else None
         self._received_tokens = 0
+        self._counted = 0
+        """Tokens of the answer that no delta has told of yet."""
+        self.answer_tokens = 0
+        """Tokens that went into the answer: all up to its end, which a stop string may put before the engine's."""
         self._finished: Finished | None = None
         self._ended = False
         self._cancelled = False
@@ -89,7 +95,7 @@ class Answer:
             if delta.finish_reason is not None:
                 self._ended = True
                 if finished is None:
-                    self._stream.abort()
+                    self.abort()
             if delta.text or delta.tokens or self._ended:
                 return delta
         raise StopAsyncIteration
@@ -97,6 +103,10 @@ class Answer:
     def cancel(self) -> None:
         """Stop at the reader's wish: the deltas end with the reason ``cancelled``, unless they end before."""
         self._cancelled = True
+        self.abort()
+
+    def abort(self) -> None:
+        """Have the engine stop, if it has not; what it has made until then can be had from :meth:`settle`."""
         self._stream.abort()
 
     async def settle(self) -> Finished:
@@ -112,13 +122,19 @@ class Answer:
         return self._finished
 
     @property
+    def finished(self) -> Finished | None:
+        """The engine's last word, once it is known."""
+        return self._finished
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it ended by :meth:`cancel`."""
+        return self._cancelled and self._finished is not None and self._finished.reason == "aborted"
+
+    @property
     def completion_tokens(self) -> int:
         """The engine's count if the request has ended, else what has come so far."""
         return self._received_tokens if self._finished is None else self._finished.completion_tokens
-
-    async def aclose(self) -> None:
-        """Abort the request if it still runs. Does not wait for anything."""
-        await self._stream.aclose()
 
     def _delta(self, tokens: list[Token], finished: Finished | None) -> Delta:
         text = self._take(tokens)
@@ -129,15 +145,21 @@ class Answer:
             text += self._flush()
             reason = self._reason(finished)
         shown = self._shown(text, last=reason is not None) if self._rules.logprobs else ()
-        return Delta(text, shown, reason)
+        count = self._counted
+        if text or shown or reason is not None:
+            self.answer_tokens += count
+            self._counted = 0
+        return Delta(text, shown, reason, count)
 
     def _take(self, tokens: list[Token]) -> str:
         """Text of a batch, up to a stop string. A stop id has none."""
         push, stop_ids, stop_filter = self._detokenizer.push, self._rules.stop_ids, self._filter
         if stop_filter is None and not self._rules.logprobs:
+            self._counted += len(tokens)
             return "".join([push(token.token) for token in tokens if token.token not in stop_ids])
         texts = []
         for token in tokens:
+            self._counted += 1
             if token.token in stop_ids:
                 break
             text = push(token.token)

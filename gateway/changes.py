@@ -51,7 +51,8 @@ class Changes:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Polls in the background while the block runs."""
+        """Polls once, then in the background while the block runs. Raises :class:`UnavailableError`."""
+        await self.poll()
         task = asyncio.create_task(self._follow())
         try:
             yield
@@ -63,6 +64,7 @@ class Changes:
     async def _follow(self) -> None:
         available = True
         while True:
+            await asyncio.sleep(POLL_S)
             try:
                 await self.poll()
                 available = True
@@ -70,7 +72,6 @@ class Changes:
                 if available:
                     logger.warning("the catalog does not answer; nothing is served from memory")
                 available = False
-            await asyncio.sleep(POLL_S)
 
     def is_current(self, tenant_id: int, seen: int) -> bool:
         """Whether what was read of a tenant when ``seen`` was the highest stamp still holds."""

@@ -130,6 +130,36 @@ class InvalidAdapterError(ApiError):
         return {**super().fields(), "findings": list(self.findings)}
 
 
+class RateLimitError(ApiError):
+    """A limit of the tenant's plan. ``dimension`` names it; ``retry_ms`` is when there may be room, None for never."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(
+        self, message: str, *, dimension: str, retry_ms: int | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.dimension = dimension
+        self.retry_ms = retry_ms
+        if retry_ms is None:
+            waits = {"x-should-retry": "false"}
+        else:
+            waits = {"Retry-After": str(-(-retry_ms // 1000)), "retry-after-ms": str(retry_ms)}
+        self.headers = {**(headers or {}), **waits}
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "dimension": self.dimension, "retry_after_ms": self.retry_ms}
+
+
+class InsufficientQuotaError(RateLimitError):
+    """The budget of a day or month is spent: trying again does not help before the next one."""
+
+    type = "insufficient_quota"
+    code = "insufficient_quota"
+
+
 class UnavailableError(ApiError):
     """The server cannot answer now; the same request may succeed soon."""
 

@@ -7,6 +7,7 @@ because those can be guessed; nobody can search 2^256 values, so it would only m
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 from stencilpress.gateway.access import (
     ADMIN_PREFIX,
@@ -155,6 +157,7 @@ class KeyRing:
         self._db = db
         self._changes = changes
         self._known: CatalogCache[bytes, Credential] = CatalogCache(changes, CACHE_ENTRIES)
+        self._looking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def authenticate(self, token: str) -> Principal:
         """Raises :class:`AuthenticationError`, the same for every reason, or :class:`UnavailableError`."""
@@ -164,7 +167,8 @@ class KeyRing:
         digest = _hash(match[1], match[2])
         credential = self._known.get(digest)
         if credential is None:
-            credential = await self._look_up(match[1], digest)
+            async with self._looking.setdefault(digest, asyncio.Lock()):  # one query for a burst of requests
+                credential = self._known.get(digest) or await self._look_up(match[1], digest)
         if not _in_force(credential, digest):
             raise _refusal()
         return _principal(credential)

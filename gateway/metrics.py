@@ -71,6 +71,21 @@ class Metrics:
         self.slow_clients_cut = Counter(
             "stencilpress_slow_clients_cut", "Clients cut off because they did not read", registry=self.registry
         )
+        self.quota_refusals = Counter(
+            "stencilpress_quota_refusals", "Requests over a limit", ["dimension"], registry=self.registry
+        )
+        self.quota_shadow_refusals = Counter(
+            "stencilpress_quota_shadow_refusals",
+            "Requests over a limit that was only watched",
+            ["dimension"],
+            registry=self.registry,
+        )
+        self.quota_store_failures = Counter(
+            "stencilpress_quota_store_failures",
+            "Requests that the quota store did not answer for",
+            ["policy"],
+            registry=self.registry,
+        )
         self.tenants = TenantCounts(tenants_shown)
         self.adapters = AdapterActivity()
 

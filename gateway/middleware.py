@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -24,6 +25,8 @@ REQUEST_ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)
 """``time.perf_counter()`` when the head of the request was read."""
 CALLER = web.RequestKey("caller", Principal)
+RATE_HEADERS = web.RequestKey("rate_headers", Mapping[str, str])
+"""``x-ratelimit-*`` of an admitted request; a refused one has them from its error."""
 
 CLIENT_CLOSED = 499
 
@@ -89,6 +92,7 @@ async def name_response(request: web.Request, response: web.StreamResponse) -> N
     """Signal handler: the request id on every response, streams included; no version of ours or the library's."""
     response.headers["x-request-id"] = request.get(REQUEST_ID, "")
     response.headers["Server"] = "stencilpress"
+    response.headers.update(request.get(RATE_HEADERS, {}))
     if request.app[SERVICES].drain.draining:
         response.force_close()
         response.headers["Connection"] = "close"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from stencilpress.gateway.catalog.adapters import find_version
 from stencilpress.gateway.catalog.session import Database
@@ -34,6 +36,7 @@ class Router:
         self._db = db
         self._changes = changes
         self._known: CatalogCache[tuple[int, ModelRef], Route] = CatalogCache(changes, CACHE_ENTRIES)
+        self._looking: WeakValueDictionary[tuple[int, ModelRef], asyncio.Lock] = WeakValueDictionary()
 
     async def resolve(self, tenant_id: int, model: str) -> Route:
         """Raises :class:`ModelNotFoundError`, the same for unknown, malformed and foreign names, or
@@ -44,13 +47,15 @@ class Router:
             return Route("", self.base.id)
         route = self._known.get((tenant_id, ref))
         if route is None:
-            seen = self._changes.seen
-            route = await self._look_up(tenant_id, ref, model)
-            self._known.put((tenant_id, ref), tenant_id, seen, route)
+            async with self._looking.setdefault((tenant_id, ref), asyncio.Lock()):  # one query for a burst of requests
+                route = self._known.get((tenant_id, ref)) or await self._look_up(tenant_id, ref, model)
         return route
 
     async def _look_up(self, tenant_id: int, ref: ModelRef, model: str) -> Route:
+        seen = self._changes.seen
         version = await find_version(self._db, tenant_id, ref.adapter, number=ref.version, alias=ref.alias)
         if version is None or version.base_id != self.base.id:
             raise ModelNotFoundError(model)
-        return Route(version.digest, version.ref, version.adapter, version.number)
+        route = Route(version.digest, version.ref, version.adapter, version.number)
+        self._known.put((tenant_id, ref), tenant_id, seen, route)
+        return route

@@ -11,6 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from aiohttp import web
 
+from stencilpress.gateway.accounting import Accounting
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
@@ -42,6 +43,7 @@ class Services:
     """The base's id and aliases, for listing; the router takes more spellings."""
     metrics: Metrics
     drain: Drain
+    accounting: Accounting
     threads: Executor
     started_at: int
     """Seconds since the epoch."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
 
+FailurePolicy = Literal["local", "allow", "refuse"]
+"""See gateway/quota/guard.py."""
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -39,6 +41,16 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its private key in PEM."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
+    quota_store: str = ""
+    """Valkey or Redis with the counts of all gateways, such as ``redis://host:6379/0``; empty: each counts its own."""
+    quota_on_store_failure: FailurePolicy = "local"
+    """What happens to limited tenants while the store does not answer."""
+    usage_dir: str = ""
+    """Folder of the usage spool, on a disk that outlives the process; empty: beside the engine's socket."""
+    usage_spool_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
+    """Most bytes of the spool, 384 a request that the catalog has not taken yet; beyond them requests are refused."""
+    usage_retention_days: Annotated[int, Meta(ge=32, le=36500)] = 90
+    """How long the rows of single requests are kept."""
     max_loras: Positive = 16
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20

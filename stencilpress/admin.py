@@ -1,9 +1,8 @@
-"""The commands that keep the catalog: tenants, keys, adapters."""
+"""``stencilpress adapter``: adapters, their versions and aliases."""
 
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,125 +13,11 @@ from stencilpress.engine.settings import PREFIX, EngineSettings, read_settings
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
-    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, Key, Tenant, Version
+    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, Version
     from stencilpress.gateway.catalog.session import Database
-    from stencilpress.gateway.keys import IssuedKey
 
 MAX_DAYS = 36_500
 _tenant_option = click.option("--tenant", "tenant_name", required=True, metavar="NAME", help="Whose adapter.")
-
-
-@click.group()
-def tenant() -> None:
-    """Customers and their limits."""
-
-
-@tenant.command("add")
-@place_options
-@click.argument("name")
-@click.option("--max-rank", type=int, help="Largest rank of an adapter.")
-@click.option("--max-adapters", type=int, help="Number of adapters.")
-@click.option("--max-adapter-bytes", type=int, help="Size of one version.")
-@click.option("--target-module", "target_modules", multiple=True, help="Allow only this projection; may be repeated.")
-@click.option(
-    "--weight", type=float, help="Weight beside other tenants; 1 is usual. The engine does not share by it yet."
-)
-def tenant_add(place: Place, name: str, target_modules: tuple[str, ...], **limits: float | None) -> None:
-    """Add a tenant."""
-    from stencilpress.gateway.catalog.records import TenantLimits
-    from stencilpress.gateway.catalog.tenants import create_tenant
-
-    given: dict[str, Any] = {field: value for field, value in limits.items() if value is not None}
-    chosen = TenantLimits(target_modules=target_modules or None, **given)
-    made = with_catalog(place, lambda db: create_tenant(db, name, chosen))
-    click.echo(f"added tenant {made.name}")
-
-
-@tenant.command("list")
-@place_options
-@json_option
-def tenant_list(place: Place, as_json: bool) -> None:
-    """List the tenants."""
-    from stencilpress.gateway.catalog.tenants import list_tenants
-
-    show([_tenant_fields(one) for one in with_catalog(place, list_tenants)], as_json)
-
-
-@tenant.command("disable")
-@place_options
-@click.argument("name")
-def tenant_disable(place: Place, name: str) -> None:
-    """Refuse a tenant's keys and uploads from now on."""
-    from stencilpress.gateway.catalog.tenants import disable_tenant
-
-    with_catalog(place, lambda db: disable_tenant(db, name))
-    click.echo(f"disabled tenant {name}")
-
-
-def _tenant_fields(one: Tenant) -> dict[str, Any]:
-    limits = one.limits
-    return {
-        "name": one.name,
-        "created_at": one.created_at,
-        "disabled_at": one.disabled_at,
-        "max_rank": limits.max_rank,
-        "max_adapters": limits.max_adapters,
-        "max_adapter_bytes": limits.max_adapter_bytes,
-        "target_modules": limits.target_modules,
-        "weight": limits.weight,
-    }
-
-
-@click.group()
-def key() -> None:
-    """API keys of a tenant."""
-
-
-@key.command("create")
-@place_options
-@click.argument("tenant_name", metavar="TENANT")
-@click.option("--label", default="", help="What the key is for.")
-@click.option("--expires-in-days", type=click.IntRange(1, MAX_DAYS), help="Default: never.")
-def key_create(place: Place, tenant_name: str, label: str, expires_in_days: int | None) -> None:
-    """Make a key and print it, this once; it cannot be shown again."""
-    from stencilpress.gateway.keys import issue_key
-
-    expires_at = None if expires_in_days is None else datetime.now(UTC) + timedelta(days=expires_in_days)
-    issued: IssuedKey = with_catalog(place, lambda db: issue_key(db, tenant_name, label, expires_at))
-    click.echo(issued.token)
-
-
-@key.command("list")
-@place_options
-@click.argument("tenant_name", metavar="TENANT")
-@json_option
-def key_list(place: Place, tenant_name: str, as_json: bool) -> None:
-    """List a tenant's keys, without their secrets."""
-    from stencilpress.gateway.catalog.credentials import list_keys
-
-    show([_key_fields(one) for one in with_catalog(place, lambda db: list_keys(db, tenant_name))], as_json)
-
-
-@key.command("revoke")
-@place_options
-@click.argument("key_id", metavar="ID")
-def key_revoke(place: Place, key_id: str) -> None:
-    """Refuse a key from now on; gateways follow within a second. ID is the middle part of the key."""
-    from stencilpress.gateway.catalog.credentials import revoke_key
-
-    revoked = with_catalog(place, lambda db: revoke_key(db, key_id))
-    click.echo(f"revoked key {revoked.public_id} of tenant {revoked.tenant}")
-
-
-def _key_fields(one: Key) -> dict[str, Any]:
-    return {
-        "id": one.public_id,
-        "label": one.label,
-        "last_four": one.last_four,
-        "created_at": one.created_at,
-        "expires_at": one.expires_at,
-        "revoked_at": one.revoked_at,
-    }
 
 
 @click.group()

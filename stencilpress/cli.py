@@ -10,9 +10,12 @@ import asyncio
 import click
 
 from stencilpress import __version__
-from stencilpress.admin import adapter, key, tenant
+from stencilpress.admin import adapter
+from stencilpress.catalog_commands import audit, catalog
 from stencilpress.console import Commands, Place, place_options, schema_refusals_told
+from stencilpress.key_commands import key
 from stencilpress.serving import engine, gateway, pull_base, serve
+from stencilpress.tenant_commands import tenant
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -21,9 +24,8 @@ def main() -> None:
     """Serve thousands of LoRA adapters from one shared base model."""
 
 
-main.add_command(tenant)
-main.add_command(key)
-main.add_command(adapter)
+for group in (tenant, key, adapter, audit, catalog):
+    main.add_command(group)
 main.add_command(serve)
 main.add_command(engine)
 main.add_command(gateway)

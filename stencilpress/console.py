@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import getpass
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Union, cast
 
 import click
 
@@ -21,10 +23,15 @@ from stencilpress.engine.settings import PREFIX, SettingsError
 from stencilpress.settings import DataFolder, DataFolderError, default_data_dir
 
 if TYPE_CHECKING:
+    import msgspec
+
+    from stencilpress.gateway.access import Actor
     from stencilpress.gateway.catalog.session import Database
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
+Row = Union[Mapping[str, Any], "msgspec.Struct"]
+"""What is printed: a mapping, or a struct of the admin API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,32 @@ def setting(*names: str, **options: Any) -> Callable[[F], F]:
     """An option that a ``STENCILPRESS_*`` variable of the same name also sets; help and errors name both."""
     variable = PREFIX + names[0].partition("/")[0].removeprefix("--").replace("-", "_").upper()
     return click.option(*names, envvar=variable, show_envvar=True, **options)
+
+
+class CountOrNone(click.ParamType[int | str]):
+    """A number of 1 or more, or ``none``, which takes a limit away; the value is then :data:`CountOrNone.NONE`."""
+
+    name = "number|none"
+    NONE: Final = "none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == self.NONE:
+            return self.NONE
+        return int(click.IntRange(1).convert(value, param, ctx))
+
+
+OR_NONE_COUNT = CountOrNone()
+
+
+def operator_here() -> Actor:
+    """Whoever may run commands on the server, as the audit log names them."""
+    from stencilpress.gateway.access import Actor, Role
+
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a user without a name, as in a container
+        user = str(os.getuid())
+    return Actor(f"cli:{user}", Role.OPERATOR, source=socket.gethostname())
 
 
 def json_option(command: F) -> F:
@@ -121,19 +154,50 @@ def with_catalog(place: Place, work: Callable[[Database], Coroutine[Any, Any, T]
     return asyncio.run(run())
 
 
-def show(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """Print rows of equal keys: JSON, or columns for people."""
+def show(rows: Sequence[Row], as_json: bool, columns: Sequence[str] = ()) -> None:
+    """Print rows of equal fields: JSON, or some of the columns for people."""
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
+        _print_json(rows)
         return
-    if not rows:
+    facts = [_fields(row) for row in rows]
+    if not facts:
         return
-    table = [[key.upper() for key in rows[0]], *([_cell(value) for value in row.values()] for row in rows)]
+    chosen = columns or tuple(facts[0])
+    table = [[name.upper() for name in chosen], *([_cell(row[name]) for name in chosen] for row in facts)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def show_one(row: Row, as_json: bool) -> None:
+    """Print one object: JSON, or a field a line."""
+    if as_json:
+        _print_json(row)
+        return
+    facts = _fields(row)
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name.ljust(width)}  {_cell(value)}")
+
+
+def tell(text: str, row: Row, as_json: bool) -> None:
+    """Print what was done: a line, or what was changed as JSON."""
+    if as_json:
+        _print_json(row)
+    else:
+        click.echo(text)
+
+
+def _print_json(value: Any) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def _fields(row: Row) -> Mapping[str, Any]:
+    import msgspec
+
+    return msgspec.structs.asdict(row) if isinstance(row, msgspec.Struct) else row
 
 
 def _cell(value: Any) -> str:
@@ -143,7 +207,7 @@ def _cell(value: Any) -> str:
         case datetime():
             return value.strftime("%Y-%m-%d %H:%M")
         case Mapping():
-            return " ".join(f"{key}={item}" for key, item in value.items()) or "-"
+            return " ".join(f"{key}={_cell(item)}" for key, item in value.items()) or "-"
         case list() | tuple():
             return ",".join(map(str, value)) or "-"
     return str(value)

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from stencilpress.engine.client import EngineBusyError, EngineUnavailableError
 from stencilpress.engine.messages import Submit, Welcome, pack_tokens
+from stencilpress.gateway.accounting import Charge
 from stencilpress.gateway.answer import Answer, Delta, FinishReason, ShownToken, TextRules
 from stencilpress.gateway.api.sampling import Limits, choice_seeds, max_tokens_of, sampling_of, stop_ids_of
 from stencilpress.gateway.api.schemas import GenerationRequest
@@ -27,8 +28,9 @@ from stencilpress.gateway.errors import (
 )
 from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.metrics import ActiveRequest
-from stencilpress.gateway.middleware import ARRIVED_AT, to_api_error
+from stencilpress.gateway.middleware import ARRIVED_AT, RATE_HEADERS, REQUEST_ID, to_api_error
 from stencilpress.gateway.observation import CURRENT
+from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
 
@@ -42,13 +44,17 @@ class Generation:
     submits: Sequence[Submit]
     rules: TextRules
     choices_per_prompt: int
-    tenant: str
-    adapter: str
-    """The adapter's name, "" for the base."""
+    caller: Principal
+    route: Route
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(submit.prompt) // 4 for submit in self.submits[:: self.choices_per_prompt])
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the prompts and of the longest answers that they allow."""
+        return self.prompt_tokens + sum(submit.max_tokens for submit in self.submits)
 
 
 async def plan_generation(
@@ -86,7 +92,7 @@ async def plan_generation(
         StopStrings(stops) if stops else None,
         template.sampling.logprobs >= 0,
     )
-    return Generation(route.echo, submits, rules, request.n or 1, caller.tenant, route.adapter)
+    return Generation(route.echo, submits, rules, request.n or 1, caller, route)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
@@ -102,7 +108,8 @@ async def respond(
 ) -> web.StreamResponse:
     """Answer in the way that was asked for."""
     services = request.app[SERVICES]
-    async with answers(services, generation, request[ARRIVED_AT]) as open_answers:
+    async with answers(services, generation, request[REQUEST_ID], request[ARRIVED_AT]) as open_answers:
+        request[RATE_HEADERS] = open_answers.charge.headers
         if not asked.stream:
             return await _collect(open_answers, generation, endpoint)
         include_usage = asked.stream_options is not None and asked.stream_options.include_usage
@@ -119,11 +126,11 @@ async def respond(
 class OpenAnswers:
     """The answers of one generation while they are made, timed as they come."""
 
-    def __init__(self, services: Services, arrived_at: float, active: ActiveRequest) -> None:
+    def __init__(self, services: Services, charge: Charge, active: ActiveRequest) -> None:
         self.each: list[Answer] = []
+        self.charge = charge
         self._active = active
         self._services = services
-        self._arrived_at = arrived_at
         self._first = True
 
     async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
@@ -133,7 +140,7 @@ class OpenAnswers:
         """
         limit_s = self._services.settings.request_limit_s
         try:
-            async with asyncio.timeout(limit_s - (time.perf_counter() - self._arrived_at)) as scope:
+            async with asyncio.timeout(limit_s - (time.perf_counter() - self.charge.meter.arrived_at)) as scope:
                 await self._follow_all(consume)
         except TimeoutError:
             if not scope.expired():
@@ -152,20 +159,23 @@ class OpenAnswers:
             raise errors.exceptions[0] from None
 
     async def usage(self, choices_per_prompt: int) -> dict[str, object]:
-        """The engine's counts, once all answers have ended."""
-        return usage([await answer.settle() for answer in self.each], choices_per_prompt)
+        """The tokens that are billed, once all answers have ended."""
+        finished = [await answer.settle() for answer in self.each]
+        return usage(finished, sum(answer.answer_tokens for answer in self.each), choices_per_prompt)
 
     async def _follow(self, answer: Answer, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
-        metrics = self._services.metrics
+        metrics, meter = self._services.metrics, self.charge.meter
         last = 0.0
         try:
             async for delta in answer:
                 now = time.perf_counter()
                 if last:
                     metrics.inter_token.observe(now - last)
+                    meter.gap(now - last, delta.token_count)
                 elif self._first:
                     self._first = False
-                    metrics.time_to_first_token.observe(now - self._arrived_at)
+                    metrics.time_to_first_token.observe(now - meter.arrived_at)
+                    meter.first(now)
                     self._active.begin()
                     CURRENT.get().first_token(now)
                 last = now
@@ -177,22 +187,37 @@ class OpenAnswers:
 
 
 @asynccontextmanager
-async def answers(services: Services, generation: Generation, arrived_at: float) -> AsyncIterator[OpenAnswers]:
-    """Submit everything; at the end, however it comes, abort what still runs and count the tokens."""
+async def answers(
+    services: Services, generation: Generation, request_id: str, arrived_at: float
+) -> AsyncIterator[OpenAnswers]:
+    """Reserve the quota and submit everything; at the end, however it comes, abort what still runs and settle.
+
+    Raises :class:`RateLimitError` for a request that is over a limit.
+    """
     metrics = services.metrics
     with (
         services.drain.answering(),
         metrics.answers_open.track_inprogress(),
-        metrics.adapters.request(generation.adapter) as active,
+        metrics.adapters.request(generation.route.adapter) as active,
     ):
-        opened = OpenAnswers(services, arrived_at, active)
+        charge = await services.accounting.admit(
+            generation.caller,
+            generation.route,
+            request_id,
+            generation.prompt_tokens,
+            generation.most_tokens,
+            arrived_at,
+        )
+        opened = OpenAnswers(services, charge, active)
         try:
             for index, submit in enumerate(generation.submits):
                 opened.each.append(await _submit(services, submit, index, generation.rules))
             yield opened
-        finally:
-            for answer in opened.each:  # none of this waits, so a cancelled request is counted all the same
-                await answer.aclose()
+        except BaseException as error:
+            charge.note(error)
+            raise
+        finally:  # none of this waits, so a cancelled request is settled all the same
+            charge.close(opened.each)
             if opened.each:
                 _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
 
@@ -201,9 +226,9 @@ def _count(services: Services, generation: Generation, completion_tokens: int) -
     metrics, prompt_tokens = services.metrics, generation.prompt_tokens
     metrics.prompt_tokens.inc(prompt_tokens)
     metrics.completion_tokens.inc(completion_tokens)
-    metrics.tenants.add(generation.tenant, prompt_tokens, completion_tokens)
+    metrics.tenants.add(generation.caller.tenant, prompt_tokens, completion_tokens)
     observed = CURRENT.get()
-    observed.model, observed.adapter = generation.model, generation.adapter
+    observed.model, observed.adapter = generation.model, generation.route.adapter
     observed.prompt_tokens, observed.completion_tokens = prompt_tokens, completion_tokens
 
 
@@ -253,6 +278,7 @@ async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoi
         "choices": choices,
         "usage": await opened.usage(generation.choices_per_prompt),
     }
+    opened.charge.meter.deliver(sum(answer.answer_tokens for answer in opened.each))
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
@@ -264,6 +290,7 @@ async def _stream(
     events = EventStream(request, services.settings.write_limit_s, services.metrics)
 
     async def send(index: int, delta: Delta) -> None:
+        opened.charge.meter.deliver(delta.token_count)
         await events.send(encoder.delta(index, delta))
 
     try:
@@ -276,4 +303,5 @@ async def _stream(
     except Exception as error:
         if not events.started:
             raise
+        opened.charge.note(error)
         return await events.fail(to_api_error(error, request))

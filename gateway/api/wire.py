@@ -73,15 +73,14 @@ def plain_choice(
     return {"index": index, **endpoint.choice(text), "logprobs": logprobs, "finish_reason": reason}
 
 
-def usage(finished: Sequence[Finished], choices_per_prompt: int) -> dict[str, Any]:
-    """The engine's counts, in the order of the choices. A prompt counts once however many choices it has."""
+def usage(finished: Sequence[Finished], answer_tokens: int, choices_per_prompt: int) -> dict[str, Any]:
+    """Tokens as they are billed. ``finished`` is in the order of the choices; a prompt counts once for all of its."""
     prompts = finished[::choices_per_prompt]
     prompt_tokens = sum(one.prompt_tokens for one in prompts)
-    completion_tokens = sum(one.completion_tokens for one in finished)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
     }
 

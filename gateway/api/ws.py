@@ -215,7 +215,7 @@ class ChatConnection:
         asked, prompt = await off_loop(services, caller.tenant_id, size, chat_reader(services, body))
         generation = await plan_generation(services, caller, _streamed(asked), [prompt], "messages")
         response.model, response.metadata = generation.model, asked.metadata
-        async with answers(services, generation, arrived_at) as opened:
+        async with answers(services, generation, response.id, arrived_at) as opened:
             response.answers = opened
             await self._send({"type": "response.created", "response": response.describe("in_progress")})
             await self._stream(response, opened, generation)
@@ -224,6 +224,7 @@ class ChatConnection:
         heads = [_delta_head(response.id, index) for index in range(len(opened.each))]
 
         async def send(index: int, delta: Delta) -> None:
+            opened.charge.meter.deliver(delta.token_count)
             response.texts.setdefault(index, []).append(delta.text)
             if delta.tokens:
                 logprobs = _encode(self._endpoint.chunks.logprobs(delta.tokens)["content"])

@@ -33,6 +33,10 @@ class UtcDateTime(TypeDecorator[datetime]):
     impl = DateTime(timezone=True)
     cache_ok = True
 
+    @property
+    def python_type(self) -> type[datetime]:
+        return datetime
+
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002
         return None if value is None else value.astimezone(UTC)
 
@@ -213,3 +217,76 @@ class StampRow(Table):
 
     tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     stamp: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class UsageRequestRow(Table):
+    """One admitted request. Written once, never updated but for ``rolled_up``. No foreign keys: it outlives them."""
+
+    __tablename__ = "usage_requests"
+    __table_args__: Any = (
+        Index("ix_usage_requests_tenant_id_admitted_at", "tenant_id", "admitted_at"),
+        Index(
+            "ix_usage_requests_to_roll_up",
+            "key",
+            sqlite_where=text("rolled_up = 0"),
+            postgresql_where=text("NOT rolled_up"),
+        ),
+        _length("key", 16, 16),
+    )
+
+    key: Mapped[bytes] = mapped_column(LargeBinary(16), primary_key=True)
+    request_id: Mapped[str] = mapped_column(String(64))
+    tenant_id: Mapped[int]
+    key_id: Mapped[str] = mapped_column(String(12))
+    adapter: Mapped[str] = mapped_column(String(63))
+    version: Mapped[int]
+    admitted_at: Mapped[datetime]
+    finished_at: Mapped[datetime]
+    status: Mapped[str] = mapped_column(String(16))
+    error_code: Mapped[str] = mapped_column(String(24))
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft_ms: Mapped[float | None] = mapped_column(Double)
+    inter_token_ms: Mapped[float | None] = mapped_column(Double)
+    queue_ms: Mapped[float] = mapped_column(Double)
+    cold_start_ms: Mapped[float] = mapped_column(Double)
+    duration_ms: Mapped[float] = mapped_column(Double)
+    gaps: Mapped[bytes | None] = mapped_column(LargeBinary)
+    rolled_up: Mapped[bool] = mapped_column(default=False)
+
+
+class UsageRollupRow(Table):
+    """Sums over the requests of one tenant and adapter that were admitted in one minute, hour or day (UTC)."""
+
+    __tablename__ = "usage_rollups"
+    __table_args__: Any = (
+        Index("ix_usage_rollups_period_starts_at", "period", "starts_at"),
+        CheckConstraint("period IN ('minute', 'hour', 'day')", "period_known"),
+    )
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(63), primary_key=True)
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failures: Mapped[int] = mapped_column(BigInteger)
+    cold_starts: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
+    ttft: Mapped[bytes] = mapped_column(LargeBinary)
+    inter_token: Mapped[bytes] = mapped_column(LargeBinary)
+    queue: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class JobLeaseRow(Table):
+    """Who runs a periodic job, and until when."""
+
+    __tablename__ = "job_leases"
+
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(63))
+    expires_at: Mapped[datetime]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -43,6 +44,12 @@ async def ensure_schema(db: Database) -> None:
         connection = await session.connection()
         empty = await connection.run_sync(_is_empty)
     await (migrate(db) if empty else check_schema(db))
+
+
+@cache
+def newest_revision() -> str:
+    """The schema of this code."""
+    return _revisions(_config())[-1]
 
 
 def _migrate(connection: Connection, revision: str) -> str:
@@ -90,7 +97,7 @@ def _revisions(config: Config) -> tuple[str, ...]:
     return ("base", *reversed([script.revision for script in history]))
 
 
-def _config(connection: Connection) -> Config:
+def _config(connection: Connection | None = None) -> Config:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(Path(str(files("stencilpress.migrations")))).replace("%", "%%"))
     config.set_main_option("path_separator", "os")

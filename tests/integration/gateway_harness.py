@@ -23,6 +23,7 @@ from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stencilpress.engine.client import REQUEST_RING_BYTES, EngineClient
+from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion
@@ -116,6 +117,9 @@ async def running_gateway(
         engine = stack.enter_context(running_engine(engine_socket, options))
         threads = stack.enter_context(ThreadPoolExecutor(2))
         db = await stack.enter_async_context(Database(url))
+        metrics = Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants)
+        await migrate(db)
+        accounts = await stack.enter_async_context(accounting(gateway_settings, db, metrics))
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)
         await client.wait_ready()
@@ -130,8 +134,9 @@ async def running_gateway(
             engine=Engines([client]),
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
-            metrics=Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants),
+            metrics=metrics,
             drain=Drain(),
+            accounting=accounts,
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
@@ -147,7 +152,6 @@ async def running_gateway(
 
 
 async def _fill_catalog(db: Database) -> tuple[str, str]:
-    await migrate(db)
     base = BaseNames.of(BASE_NAMES)
     tenant = await create_tenant(db, "demo")
     await create_tenant(db, "other")

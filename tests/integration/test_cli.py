@@ -77,6 +77,99 @@ def test_tenants_are_added_listed_and_disabled(cli: Cli) -> None:
     assert cli("tenant", "list").stdout.splitlines()[0].split()[0] == "NAME"
 
 
+def test_a_tenants_limits_are_changed_and_taken_away(cli: Cli) -> None:
+    quota = ("--requests-per-minute", "60", "--tokens-per-day", "1000000", "--time-zone", "Europe/Vienna")
+    made = json.loads(cli("tenant", "add", "acme", *quota, "--quota-shadow", "--json").stdout)
+    assert (made["requests_per_minute"], made["tokens_per_day"], made["quota_shadow"]) == (60, 1_000_000, True)
+    changes = ("--requests-per-minute", "none", "--target-module", "q_proj", "--no-quota-shadow", "--max-tokens", "9")
+    assert cli("tenant", "set", "acme", *changes).stdout.startswith("changed ")
+    shown = json.loads(cli("tenant", "show", "acme", "--json").stdout)
+    expected = {"requests_per_minute": None, "target_modules": ["q_proj"], "quota_shadow": False, "max_tokens": 9}
+    assert shown == {**made, **expected}
+    cli("tenant", "set", "acme", "--all-target-modules")
+    lines = dict(line.split(maxsplit=1) for line in cli("tenant", "show", "acme").stdout.splitlines())
+    assert (lines["target_modules"], lines["max_tokens"], lines["time_zone"]) == ("-", "9", "Europe/Vienna")
+
+
+def test_a_tenant_is_deleted_and_restored(cli: Cli) -> None:
+    cli("tenant", "add", "acme")
+    cli("tenant", "disable", "acme")
+    cli("tenant", "enable", "acme")
+    cli("tenant", "delete", "acme")
+    assert rows(cli("tenant", "list", "--json")) == []
+    assert [row["name"] for row in rows(cli("tenant", "list", "--deleted", "--json"))] == ["acme"]
+    assert "does not exist" in cli("key", "create", "acme", code=1).stderr
+    assert "keeps its name" in cli("tenant", "add", "acme", code=1).stderr
+    cli("tenant", "restore", "acme")
+    assert [row["name"] for row in rows(cli("tenant", "list", "--prefix", "ac", "--json"))] == ["acme"]
+
+
+def test_a_key_is_scoped_changed_and_rotated(cli: Cli) -> None:
+    cli("tenant", "add", "acme")
+    scopes = ("--role", "admin", "--model", "helper", "--model", "base", "--route", "/v1/models")
+    made = json.loads(cli("key", "create", "acme", *scopes, "--json").stdout)
+    assert (made["role"], made["models"], made["routes"]) == ("admin", ["helper", "base"], ["/v1/models"])
+    cli(
+        "key",
+        "set",
+        made["id"],
+        "--label",
+        "ci",
+        "--expires-in-days",
+        "3",
+        "--all-models",
+        "--route",
+        "/v1/completions",
+    )
+    shown = json.loads(cli("key", "show", made["id"], "--json").stdout)
+    assert (shown["label"], shown["models"], shown["routes"]) == ("ci", None, ["/v1/completions"])
+    assert shown["expires_at"] is not None
+    cli("key", "set", made["id"], "--expires-in-days", "none", "--all-routes")
+    rotated = cli("key", "rotate", made["id"], "--overlap-minutes", "5").stdout.strip()
+    assert rotated.split("_")[1] == made["id"]
+    assert rotated != made["token"]
+    shown = json.loads(cli("key", "show", made["id"], "--json").stdout)
+    assert (shown["last_four"], shown["expires_at"], shown["routes"]) == (rotated[-4:], None, None)
+    assert shown["previous_expires_at"] is not None
+
+
+def test_every_change_is_in_the_audit_log(cli: Cli) -> None:
+    cli("tenant", "add", "acme")
+    cli("tenant", "set", "acme", "--max-rank", "8")
+    cli("key", "create", "acme", "--label", "ci")
+    made, changed = rows(cli("audit", "list", "--tenant", "acme", "--json"))[:2]
+    assert (made["action"], made["after"]["label"]) == ("key.create", "ci")
+    assert (changed["action"], changed["before"], changed["after"]) == (
+        "tenant.change",
+        {"max_rank": 64},
+        {"max_rank": 8},
+    )
+    assert changed["actor"].startswith("cli:")
+    assert changed["role"] == "operator"
+    assert [
+        row["action"] for row in rows(cli("audit", "list", "--target", "tenant:acme", "--limit", "1", "--json"))
+    ] == ["tenant.change"]
+    assert cli("audit", "list").stdout.splitlines()[0].split()[:2] == ["AT", "ACTOR"]
+
+
+def test_a_catalog_goes_to_another_folder(cli: Cli, tmp_path: Path) -> None:
+    cli("tenant", "add", "acme", "--max-rank", "8")
+    cli("key", "create", "acme")
+    file, other = tmp_path / "catalog.ndjson", tmp_path / "other"
+    assert cli("catalog", "export", file).stdout == f"wrote 2 rows to {file}\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "already" in cli("catalog", "import", file, code=1).stderr
+    assert "left as they are: acme" in cli("catalog", "import", file, "--skip-existing").stderr
+    done = cli("catalog", "import", file, "--data", other, "--json")
+    assert json.loads(done.stdout)["rows"] == {"tenants": 1, "api_keys": 1}
+    assert (
+        cli("tenant", "show", "acme", "--json", "--data", other).stdout
+        == cli("tenant", "show", "acme", "--json").stdout
+    )
+    assert cli("key", "list", "acme", "--json", "--data", other).stdout == cli("key", "list", "acme", "--json").stdout
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+
+
 def test_a_key_is_shown_once(cli: Cli, data: Path) -> None:
     cli("tenant", "add", "acme")
     token = cli("key", "create", "acme", "--label", "ci", "--expires-in-days", "30").stdout.strip()
@@ -96,6 +189,10 @@ def test_a_key_is_shown_once(cli: Cli, data: Path) -> None:
     [
         (["tenant", "add", "Acme"], "Error: tenant: 'Acme' is not allowed"),
         (["tenant", "add", "acme", "--max-rank", "0"], "Error: max_rank: must be between 1 and"),
+        (["tenant", "add", "acme", "--target-module", "q_porj"], "did you mean q_proj?"),
+        (["tenant", "add", "acme", "--time-zone", "Mars"], "time_zone: 'Mars' is no time zone"),
+        (["key", "show", "nothing"], "key: 'nothing' does not exist"),
+        (["catalog", "import", "/dev/null"], "file: has a line that is not one of its kind"),
         (["tenant", "disable", "nobody"], "Error: tenant: 'nobody' does not exist"),
         (["key", "create", "' OR '1'='1"], "Error: tenant: \"' OR '1'='1\" does not exist"),
         (["key", "revoke", "'; DROP TABLE api_keys; --"], "does not exist"),
@@ -122,6 +219,11 @@ def test_a_refusal_is_one_clear_line_and_exit_code_1(cli: Cli, arguments: list[s
     ("arguments", "message"),
     [
         (["tenant", "add"], "Missing argument 'NAME'"),
+        (["tenant", "set", "acme"], "nothing to change"),
+        (["tenant", "set", "acme", "--tokens-per-day", "few"], "'few' is not a valid integer"),
+        (["tenant", "set", "acme", "--target-module", "q_proj", "--all-target-modules"], "exclude each other"),
+        (["key", "create", "acme", "--role", "king"], "'king' is not one of"),
+        (["key", "set", "ab12cd34ef56"], "nothing to change"),
         (["serve", "--port", "99999"], "'--port' (env var: 'STENCILPRESS_PORT'): 99999 is not in the range"),
         (["serve", "--threads", "1000000"], "Expected `int` <= 1024 - at STENCILPRESS_THREADS"),
         (["serve", "--max-loras", "0"], "Expected `int` >= 1 - at STENCILPRESS_MAX_LORAS"),
@@ -165,9 +267,8 @@ def test_the_data_folder_follows_the_xdg_specification(tmp_path: Path) -> None:
 
 
 def test_a_newer_catalog_is_refused_by_every_command(cli: Cli, data: Path) -> None:
-    cli("migrate")
-    assert "revision 0001" in cli("migrate", "--to", "0001").stdout
     newest = cli("migrate").stdout.split()[-1]
+    assert f"revision {newest}" in cli("migrate", "--to", newest).stdout
     cli("tenant", "add", "acme")
     with closing(sqlite3.connect(data / "v1" / "catalog.db")) as raw, raw:
         raw.execute("UPDATE alembic_version SET version_num = '9999'")

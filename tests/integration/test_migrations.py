@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from string import Template
 from typing import Any, TypeVar
 
 import pytest
@@ -15,10 +16,14 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import CheckConstraint, Connection, inspect, text
 
+from stencilpress.gateway.access import Role, Scopes
+from stencilpress.gateway.catalog.adapters import list_adapters
+from stencilpress.gateway.catalog.credentials import list_keys
 from stencilpress.gateway.catalog.models import Table
+from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema, ensure_schema, migrate
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant, list_tenants
+from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, enable_tenant, list_tenants
 from stencilpress.gateway.errors import UnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +133,64 @@ async def test_processes_that_start_together_migrate_one_after_the_other(databas
     assert codes == [0, 0, 0, 0]
     async with Database(database_url) as db:
         await check_schema(db)
+
+
+FIRST_ROWS = """
+INSERT INTO tenants (name, max_rank, max_adapters, max_adapter_bytes, target_modules, weight, prefix_salt, created_at)
+VALUES ('acme', 16, 3, 5000, '["q_proj"]', 2.5, $bytes, $now);
+INSERT INTO api_keys VALUES ('abcdefghijkl', 1, $bytes, 'ci', 'wxyz', $now, NULL, NULL);
+INSERT INTO adapters (tenant_id, name, created_at) VALUES (1, 'helper', $now);
+INSERT INTO versions
+VALUES (1, 1, $digest, 'Acme/Small', $no, '[4]', '["q_proj"]', 100, '["adapter_config.json"]', $now);
+INSERT INTO aliases VALUES (1, 'prod', 1, $now)
+"""
+"""As the first schema's code wrote them."""
+
+
+async def fill_first_schema(db: Database) -> None:
+    await migrate(db, "0001")
+    raw = f"decode('{'ab' * 32}', 'hex')" if db.is_postgresql else f"x'{'ab' * 32}'"
+    no = "false" if db.is_postgresql else "0"
+    digest, now = f"'{'0' * 64}'", "'2026-01-02 03:04:05.000000+00:00'"
+    for statement in Template(FIRST_ROWS).substitute(bytes=raw, no=no, digest=digest, now=now).split(";"):
+        async with db.write() as session:
+            await (await session.connection()).exec_driver_sql(statement)
+
+
+async def check_rows_of_first_schema(db: Database) -> None:
+    """They are there, with the defaults of what came later."""
+    [acme] = await list_tenants(db)
+    assert acme.limits == TenantLimits(16, 3, 5000, ("q_proj",), 2.5)
+    assert (acme.prefix_salt, acme.in_force) == (bytes.fromhex("ab" * 32), True)
+    [key] = await list_keys(db, "acme")
+    assert (key.public_id, key.role, key.scopes, key.last_four) == ("abcdefghijkl", Role.CALLER, Scopes(), "wxyz")
+    [adapter] = await list_adapters(db, acme.id)
+    assert (adapter.name, adapter.aliases, adapter.versions[0].ranks) == ("helper", {"prod": 1}, (4,))
+
+
+async def test_what_the_first_schema_held_goes_up_down_and_up(empty: Database) -> None:
+    await fill_first_schema(empty)
+    await migrate(empty)
+    await check_rows_of_first_schema(empty)
+    await disable_tenant(empty, "acme")
+    await enable_tenant(empty, "acme")
+    await migrate(empty, "0001")
+    await migrate(empty)
+    await check_rows_of_first_schema(empty)
+    assert (await create_tenant(empty, "later")).id == 2
+
+
+@pytest.mark.parametrize("after_statements", [1, 2, 4])
+async def test_a_killed_upgrade_keeps_what_is_there_and_a_second_one_succeeds(
+    empty: Database, database_url: str, after_statements: int
+) -> None:
+    await fill_first_schema(empty)
+    before = await tables(empty)
+    assert await run_migration(database_url, die_after=after_statements) == -signal.SIGKILL
+    assert await tables(empty) == before
+    await migrate(empty)
+    await check_schema(empty)
+    await check_rows_of_first_schema(empty)
 
 
 @pytest.mark.parametrize("after_statements", [1, 3, 7])

@@ -1,0 +1,132 @@
+"""The catalog goes out to a file and comes in again, between both kinds of database, whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stencilpress.gateway.access import Role, Scopes
+from stencilpress.gateway.catalog.adapters import add_version, find_version, list_adapters, promote
+from stencilpress.gateway.catalog.audit import list_audit
+from stencilpress.gateway.catalog.credentials import list_keys
+from stencilpress.gateway.catalog.models import Table
+from stencilpress.gateway.catalog.records import NewVersion, TenantLimits
+from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
+from stencilpress.gateway.catalog.transfer import EXPORTED, NOT_EXPORTED, Imported, export_catalog, import_catalog
+from stencilpress.gateway.changes import Changes
+from stencilpress.gateway.errors import ConflictError, InvalidRequestError
+from stencilpress.gateway.keys import KeyRing, issue_key
+from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.quota.plan import Quota
+
+BASE = BaseNames.of(("Acme/Small-135M",))
+
+
+@pytest.fixture
+async def source(tmp_path: Path) -> AsyncIterator[Database]:
+    """A catalog whose ids differ from those of an empty one."""
+    async with Database(f"sqlite:///{tmp_path / 'source.db'}") as db:
+        await migrate(db)
+        for number in range(3):
+            await create_tenant(db, f"filler-{number}")
+        quota = Quota(requests_per_minute=7, tokens_per_month=2**40, time_zone="Europe/Vienna", shadow=True)
+        limits = TenantLimits(16, 3, 5000, ("q_proj",), 2.5, max_tokens=100, quota=quota)
+        acme = await create_tenant(db, "acme", limits)
+        for content in (1, 2):
+            files = ("adapter_config.json",)
+            new = NewVersion(f"{content:064x}", BASE.id, False, (4, 8), ("q_proj",), 1000, files)
+            await add_version(db, acme.id, "helper", new, BASE)
+        await promote(db, acme.id, "helper", 2, "canary")
+        await disable_tenant(db, "filler-2")
+        yield db
+
+
+async def exported(db: Database) -> list[bytes]:
+    return [line async for line in export_catalog(db)]
+
+
+async def lines(file: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for line in file:
+        yield line
+
+
+def test_every_table_is_exported_or_left_out_on_purpose() -> None:
+    assert set(EXPORTED) | set(NOT_EXPORTED) == set(Table.metadata.tables)
+    assert not set(EXPORTED) & set(NOT_EXPORTED)
+
+
+async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) -> None:
+    token = (await issue_key(source, "acme", "ci", role=Role.ADMIN, scopes=Scopes(("helper",)))).token
+    done = await import_catalog(db, lines(await exported(source)))
+    assert done == Imported(
+        {"tenants": 4, "api_keys": 1, "adapters": 1, "versions": 2, "aliases": 2},
+        [],
+        [f"{content:064x}" for content in (1, 2)],
+    )
+    assert await list_keys(db, "acme") == await list_keys(source, "acme")
+    for name in ("acme", "filler-2"):
+        ours, theirs = await get_tenant(db, name), await get_tenant(source, name)
+        assert (ours.limits, ours.prefix_salt, ours.created_at) == (
+            theirs.limits,
+            theirs.prefix_salt,
+            theirs.created_at,
+        )
+        assert ours.disabled_at == theirs.disabled_at
+    acme, before = await get_tenant(db, "acme"), await get_tenant(source, "acme")
+    assert await list_adapters(db, acme.id) == await list_adapters(source, before.id)
+    assert (await KeyRing(db, Changes(db)).authenticate(token)).tenant_id == acme.id
+    assert [entry.action for entry in await list_audit(db)] == ["catalog.import"]
+    fresh = await create_tenant(db, "later")
+    assert fresh.id > acme.id, "the database goes on counting behind what was imported"
+    assert await find_version(db, acme.id, "helper", alias="canary") is not None
+
+
+async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, db: Database) -> None:
+    mine = await create_tenant(db, "acme", TenantLimits(max_rank=8))
+    file = await exported(source)
+    with pytest.raises(ConflictError):
+        await import_catalog(db, lines(file))
+    assert [tenant.name for tenant in await list_tenants(db)] == ["acme"]
+    done = await import_catalog(db, lines(file), skip_existing=True)
+    assert (done.skipped, done.rows, done.digests) == (["acme"], {"tenants": 3}, [])
+    assert await get_tenant(db, "acme") == mine
+    assert await list_adapters(db, mine.id) == ()
+
+
+def changed(line: bytes, **row: Any) -> bytes:
+    value = msgspec.json.decode(line)
+    value["row"] = {name: item for name, item in {**value["row"], **row}.items() if item != "absent"}
+    return msgspec.json.encode(value) + b"\n"
+
+
+async def test_a_file_that_is_not_whole_or_not_ours_changes_nothing(source: Database, db: Database) -> None:
+    head, first, *rest, end = await exported(source)
+    rest_of_tenants = [line for line in rest if b'"tenants"' in line]
+    other_schema = head.replace(b'"schema":"', b'"schema":"9')
+    refused: dict[str, list[bytes]] = {
+        "one of its kind": [b"\xff\xfe\n"],
+        "is of the format": [head.replace(b"stencilpress", b"something"), first, end],
+        "export it again": [other_schema, first, *rest, end],
+        "ends early": [head, first, *rest],
+        "rows instead of": [head, first, end],
+        "goes on after": [head, first, *rest, end, first],
+        "no row for": [head, *[line for line in rest if line not in rest_of_tenants], end],
+        "other columns": [head, changed(first, weight="absent"), *rest, end],
+        "a wrong value": [head, changed(first, max_rank="many"), *rest, end],
+        "rows of 'audit_log'": [head, first.replace(b'"tenants"', b'"audit_log"'), *rest, end],
+    }
+    for told, file in refused.items():
+        with pytest.raises(InvalidRequestError, match=told):
+            await import_catalog(db, lines(file))
+    with pytest.raises(ConflictError):
+        await import_catalog(db, lines([head, changed(first, max_rank=0), *rest, end]))
+    with pytest.raises(InvalidRequestError):
+        await import_catalog(db, lines([]))
+    assert await list_tenants(db) == ()
+    assert await list_audit(db) == ()
