@@ -199,6 +199,8 @@ class Room:
             warm = self.clock() - item.used_s < WARM_S
             return over and item.tenant != tenant and warm and not self.exceeds(item.tenant)
 
+        if size <= 0:
+            return 0
         given = 0
         sources = [shelf.ascending(spared) for shelf in shelves]
         heads = [(item, source) for source in sources if (item := next(source, None)) is not None]

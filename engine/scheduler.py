@@ -15,10 +15,11 @@ from itertools import chain
 
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.messages import Finished, FinishReason, Stats, Step, Submit, Token, unpack_tokens
+from stencilpress.engine.messages import Finished, FinishReason, Pages, Stats, Step, Submit, Token, unpack_tokens
 from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.reports import page_map
 from stencilpress.engine.request import Request, State
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import Seats
@@ -138,6 +139,10 @@ class Scheduler:
         self._arrivals += 1
         self._residency.check(digest, self._arrivals)
 
+    def forget(self, adapter: str) -> int:
+        """An adapter is no more. Returns the pages that running requests hold of it, and of its common prefixes."""
+        return self._residency.forget(adapter) + self._prefixes.forget(adapter)
+
     # Steps
 
     def plan(self) -> StepPlan | None:
@@ -250,6 +255,14 @@ class Scheduler:
             adapter_host_bytes=self._residency.host.bytes,
             adapter_failures=self._residency.failures,
         )
+
+    def waiting_for(self, adapter: str) -> int:
+        """Requests in an adapter's line."""
+        return len(self._waiting.line(adapter))
+
+    def page_map(self, ask: int) -> Pages:
+        """Who holds which page, as the answer to question ``ask``."""
+        return page_map(self._pool, lambda key: self._requests[key].tenant, ask)
 
     def check(self) -> None:
         """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""
