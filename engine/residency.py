@@ -8,6 +8,7 @@ tells the loader, :meth:`Residency.completed` hears back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -55,7 +56,7 @@ class Residency:
         self._clock = room.clock
         self._capacity = capacity
         self._barred: dict[int, float] = {}
-        self._leased: dict[int, int] = {}
+        self._loading: Counter[int] = Counter()
         self._forgotten: set[str] = set()
         self._orders: list[LoadOrder] = []
         most = capacity.max_adapter_pages
@@ -143,14 +144,12 @@ class Residency:
             if adapter.tenant != tenant:
                 self._change_hands(adapter, tenant)
             adapter.leases += 1
-            self._count_leases(tenant, 1)
 
     def release(self, digest: str) -> None:
         """End one lease."""
         adapter = self._adapters[digest]
         with self._adapters.changing(adapter):
             adapter.leases -= 1
-            self._count_leases(adapter.tenant, -1)
             adapter.last_read = self._pool.begun
         self._settle(adapter)
 
@@ -188,11 +187,12 @@ class Residency:
             self._pump_placements(newest)
         else:
             self._barred.clear()
+            self._loading = +self._loading
             if not self._adapters.wants[Tier.DISK] and not self.host.reading:
                 self._wishes.pump()
 
     def forget(self, digest: str) -> int:
-        """An adapter is no more: free its memory now, or after its last lease. Returns the pages that are still held."""
+        """An adapter is no more: free its memory now, or after its last lease. Returns the pages still held."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             return 0
@@ -290,12 +290,17 @@ class Residency:
 
     def _load(self, adapter: Adapter, pages: tuple[Page, ...]) -> None:
         adapter.tier, adapter.held, adapter.size = Tier.LOADING, pages, len(pages)
+        self._loading[adapter.tenant] += 1
         self._room.charge(adapter.tenant, len(pages))
         self._orders.append(PlaceOrder(adapter.digest, pages))
 
     def _own_room_comes(self, tenant: int) -> bool:
-        """Whether a tenant over its share is to wait for what it leases itself, for at most :data:`BARRED_S`."""
-        if not self._leased.get(tenant, 0):
+        """Whether a tenant over its share is to wait, at most :data:`BARRED_S`, for what it holds to become idle.
+
+        It will, if that is being loaded, or if requests run, whose seats the tenant's own get next.
+        """
+        runs = self._pool.kv + self._pool.cached > self._room.cached.size
+        if not (self._loading[tenant] or (runs and self._room.busy(tenant))):
             return False
         return self._clock() - self._barred.setdefault(tenant, self._clock()) < BARRED_S
 
@@ -311,6 +316,7 @@ class Residency:
         activity.read_s += result.seconds
 
     def _take_placed(self, adapter: Adapter, result: Placed, activity: Activity) -> None:
+        self._loading[adapter.tenant] -= 1
         if result.error:
             self._evictor.leave_pool(adapter)
             self._fetches.forget(adapter)
@@ -332,15 +338,8 @@ class Residency:
         if adapter.tier is Tier.DISK:
             self._forgotten.discard(adapter.digest)
 
-    def _count_leases(self, tenant: int, change: int) -> None:
-        leases = self._leased.pop(tenant, 0) + change
-        if leases:
-            self._leased[tenant] = leases
-
     def _change_hands(self, adapter: Adapter, tenant: int) -> None:
         """Another tenant uses it: it is on that one's account from now on."""
-        self._count_leases(adapter.tenant, -adapter.leases)
-        self._count_leases(tenant, adapter.leases)
         self._room.charge(adapter.tenant, -adapter.size)
         adapter.tenant = tenant
         self._room.charge(tenant, adapter.size)

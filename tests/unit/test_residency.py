@@ -367,7 +367,8 @@ def test_only_what_is_in_the_pool_can_be_leased() -> None:
 
 def test_a_flood_of_cold_adapters_does_not_push_out_anothers_warm_ones() -> None:
     """500 adapters of one tenant, wanted all at once and used one after the other, beside ten that are in use."""
-    library = Library(pages=40, max_cpu_loras=20, max_prefetched=8)
+    library = Library(pages=41, max_cpu_loras=20, max_prefetched=8)
+    assert library.pool.allocate(1, (1, 1)), "somebody runs all the time"
     warm = [f"warm{i}" for i in range(10)]
     for arrival, digest in enumerate(warm):
         library.use(digest, arrival, tenant=1)
@@ -395,7 +396,8 @@ def test_a_flood_of_cold_adapters_does_not_push_out_anothers_warm_ones() -> None
 
 
 def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
-    library = Library(pages=8, needs=2, max_cpu_loras=20)
+    library = Library(pages=9, needs=2, max_cpu_loras=20)
+    assert library.pool.allocate(1, (1, 1)), "somebody runs all the time"
     library.use("theirs", 1, tenant=1)
     for arrival, digest in enumerate("abc", 2):
         library.residency.want(digest, arrival, tenant=2)
