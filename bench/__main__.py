@@ -1,11 +1,14 @@
-"""``python -m bench cpu | kernels | latency | parity | report | throughput``."""
+"""``python -m bench NAME``: one module for each of :data:`BENCHES`."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
-BENCHES = ("cpu", "kernels", "latency", "parity", "report", "throughput")
+BENCHES = (
+    "churn", "console", "cpu", "kernels", "latency", "memory", "parity", "punica", "report", "slora", "start",
+    "throughput",
+)  # fmt: skip
 
 
 def main() -> int:

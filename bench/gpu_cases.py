@@ -1,4 +1,4 @@
-"""What the GPU's throughput and latency benches share: adapters by case, floors, the engine, printing and recording."""
+"""What the GPU benches share: adapters by case, floors, options, the engine, printing and recording."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import argparse
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from bench.gpu_base import Base, add_base_options, chosen_base
 from bench.gpu_check import Checker, faults
-from bench.gpu_engine import ALL7, ATTENTION, SHAPES, AdapterKind, GpuEngine, RandomLoader
+from bench.gpu_engine import GpuEngine, MakeLoader, Serving
+from bench.gpu_peers import PEERS, Peer, installed
+from bench.gpu_random import ALL7, ATTENTION, AdapterKind, RandomImages, RandomLoader, payload_bytes
 from bench.results import Result, median_result, record
 from stencilpress.engine.spec import ModelSpec
 
 MIX = (8, 16, 32, 64)
-SEATS, STEP_TOKENS = 256, 16384
-POOL_BYTES = 0
-"""What the engine takes by itself."""
+PROBES = (AdapterKind("probe", 16), AdapterKind("probe-all7", 64, ALL7))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def decode_floor_ms(spec: ModelSpec, ceilings: Ceilings, case: Case, positions: 
     bandwidth, or products at the matrix rate if that is longer."""
     per_layer = sum(group.in_features * group.out_features for group in spec.groups)
     weights = per_layer * spec.num_layers + spec.vocab_size * spec.hidden_size
-    adapters = sum(RandomLoader.payload_bytes(spec, kind) for kind in case.kinds()[: case.batch])
+    adapters = sum(payload_bytes(spec, kind) for kind in case.kinds()[: case.batch])
     kv = case.batch * positions * spec.kv_elems_per_token * spec.dtype_bytes
     moved = (weights * spec.dtype_bytes + adapters + kv) / ceilings.copy_gb_s / 1e6
     return max(moved, 2 * case.batch * weights / ceilings.matrix_tflop_s / 1e9 + kv / ceilings.copy_gb_s / 1e6)
@@ -87,42 +89,103 @@ def prompts(spec: ModelSpec, count: int, length: int, seed: int) -> list[list[in
     return [[rng.randrange(spec.vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-Measure = Callable[[GpuEngine, Case, Ceilings, int, str], Result]
-"""Measures one case: engine, case, ceilings, repeats, name of the device."""
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A bench's name, and what all its measurements have in common."""
+
+    name: str
+    base: Base
+    ceilings: Ceilings
+    repeats: int
+    device: str
+
+    def result(
+        self,
+        case: str,
+        metric: str,
+        unit: str,
+        samples: Sequence[float],
+        *,
+        floor: float | None = None,
+        system: str = "stencilpress",
+        settings: dict[str, Any] | None = None,
+    ) -> Result:
+        """One figure of this bench."""
+        return median_result(
+            samples,
+            bench=self.name,
+            case=self.base.case(case),
+            metric=metric,
+            unit=unit,
+            system=system,
+            device=self.device,
+            floor=None if floor is None else round(floor, 3),
+            settings={
+                "gpu": torch.cuda.get_device_name(),
+                "base": self.base.name,
+                "dtype": self.base.spec.dtype,
+                **(settings or {}),
+            },
+        )
 
 
-def measure_cases(bench: str, cases: Iterable[Case], measure: Measure, arguments: list[str]) -> int:
-    """The whole of a bench: measure the chosen cases in one engine that was proved right, record if asked."""
-    options = _parser(bench).parse_args(arguments)
+Measure = Callable[[Bench, GpuEngine, Case], Result]
+Theirs = Callable[[Bench, Peer, Case], Result]
+
+
+def measure_cases(name: str, cases: Iterable[Case], measure: Measure, theirs: Theirs, arguments: list[str]) -> int:
+    """The whole of a bench: the chosen cases in one engine that was proved right, then peers; record if asked."""
+    parser = gpu_parser(name)
+    parser.add_argument("--cases", default="", help="comma-separated; all if empty")
+    options = parser.parse_args(arguments)
     chosen = [case for case in cases if not options.cases or case.name in options.cases.split(",")]
-    ceilings = measure_ceilings()
-    engine = _ready_engine(SHAPES[options.shape], chosen)
-    print(f"{ceilings}, {STEP_TOKENS} tokens a step")
-    results = [measure(engine, case, ceilings, options.repeats, options.device_name) for case in chosen]
+    bench = gpu_bench(name, options)
+    images = RandomImages(bench.base.spec, [*PROBES, *_kinds(chosen)], torch.device("cuda"))
+    engine = proved_engine(bench.base, images, Serving())
+    engine.use(random_loader(bench.base, images), len(images.kinds) + 1)
+    results = [measure(bench, engine, case) for case in chosen]
     engine.close()
+    del engine, images
+    for peer_class in installed(options.peer):
+        results += peer_results(peer_class, bench, chosen, theirs)
     if options.record:
         record(results, ("torch", "triton"))
     return 0
 
 
-def _parser(bench: str) -> argparse.ArgumentParser:
-    """Options of both benches."""
-    options = argparse.ArgumentParser(prog=f"python -m bench {bench}")
-    options.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    options.add_argument("--cases", default="", help="comma-separated; all if empty")
+def peer_results(peer_class: type[Peer], bench: Bench, cases: Sequence[Case], theirs: Theirs) -> list[Result]:
+    """A peer's figures of the same cases; adapters of each case are made for it alone."""
+    found = []
+    for case in cases:
+        with peer_class.serving(bench.base, case.kinds(), case.batch) as peer:
+            found.append(theirs(bench, peer, case))
+    return found
+
+
+def gpu_parser(name: str) -> argparse.ArgumentParser:
+    """Options of all GPU benches."""
+    options = argparse.ArgumentParser(prog=f"python -m bench {name}")
+    add_base_options(options)
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--record", action="store_true", help="append to bench/results")
     options.add_argument("--device-name", default="h200", help="names the result file")
+    options.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too, if installed")
     return options
 
 
-def _ready_engine(spec: ModelSpec, cases: Sequence[Case]) -> GpuEngine:
-    """An engine for all cases, proved right and warm."""
-    probes = [AdapterKind("probe", 16), AdapterKind("probe-all7", 64, ALL7)]
-    kinds = dict.fromkeys([*probes, *(kind for case in cases for kind in case.kinds())])
-    engine = GpuEngine(spec, list(kinds), torch.device("cuda"), pool_bytes=POOL_BYTES, seats=SEATS, tokens=STEP_TOKENS)
+def gpu_bench(name: str, options: argparse.Namespace) -> Bench:
+    """The bench that the options ask for; prints the card's ceilings."""
+    ceilings = measure_ceilings()
+    print(f"{torch.cuda.get_device_name()}, {ceilings}", flush=True)
+    return Bench(name, chosen_base(options), ceilings, options.repeats, options.device_name)
+
+
+def proved_engine(base: Base, images: RandomImages, serving: Serving) -> GpuEngine:
+    """An engine, warm, whose logits were checked with the images' first adapters, :data:`PROBES`."""
+    engine = GpuEngine(base, torch.device("cuda"), serving)
+    engine.use(random_loader(base, images), len(PROBES))
     engine.runner.warm()
-    errors = Checker(engine, [probe.digest for probe in probes]).run()
+    errors = Checker(engine, images, [probe.digest for probe in PROBES]).run()
     for name, error in errors.items():
         print(f"  {name:28} {error:.2e}")
     if wrong := faults(errors):
@@ -130,22 +193,10 @@ def _ready_engine(spec: ModelSpec, cases: Sequence[Case]) -> GpuEngine:
     return engine
 
 
-def result(
-    bench: str, metric: str, unit: str, case: Case, samples: Sequence[float], floor: float, device: str
-) -> Result:
-    return median_result(
-        samples,
-        bench=bench,
-        case=case.name,
-        metric=metric,
-        unit=unit,
-        system="stencilpress",
-        device=device,
-        floor=round(floor, 3),
-        settings={
-            "gpu": torch.cuda.get_device_name(),
-            "dtype": "bfloat16",
-            "goal": case.goal,
-            "vllm-0.26.0": case.vllm,
-        },
-    )
+def random_loader(base: Base, images: RandomImages) -> MakeLoader:
+    """Makes loaders whose adapters are in host memory."""
+    return lambda memory, wake: RandomLoader(base.spec, memory, images, wake)
+
+
+def _kinds(cases: Iterable[Case]) -> list[AdapterKind]:
+    return list(dict.fromkeys(kind for case in cases for kind in case.kinds()))

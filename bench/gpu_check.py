@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu_engine import GREEDY, GpuEngine
+from bench.gpu_random import RandomImages
 from stencilpress.engine.model.llama import DOWN, GATE_UP, OUT, QKV
 from stencilpress.engine.model.rope import inverse_frequencies
-from stencilpress.engine.plan import Chunk, Draw, DropOrder, FetchOrder, PlaceOrder, Segment, StepPlan
+from stencilpress.engine.plan import Chunk, Draw, FetchOrder, PlaceOrder, Segment, StepPlan
 
 PROMPT = 45
 OWNER = (0, 0)
@@ -21,8 +22,9 @@ OWNER = (0, 0)
 class Exact:
     """The model in float32, one sequence at a time, adapters as their images have them."""
 
-    def __init__(self, engine: GpuEngine) -> None:
+    def __init__(self, engine: GpuEngine, images: RandomImages) -> None:
         self._engine = engine
+        self._images = images
         self._device = engine.memory.device
 
     def last_logits(self, tokens: Sequence[int], digest: str) -> Tensor:
@@ -36,6 +38,8 @@ class Exact:
             normed = self._norm(x, layer.input_norm)
             qkv = self._linear(layer.qkv, normed, deltas.get((n, QKV)))
             q, k, v = (part.view(T, -1, D).transpose(0, 1) for part in torch.split(qkv, [H * D, G * D, G * D], 1))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
             q, k = _rotated(q, angle), _rotated(k, angle)
             mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = x + self._linear(layer.o, mixed.transpose(0, 1).reshape(T, -1), deltas.get((n, OUT)))
@@ -48,15 +52,17 @@ class Exact:
         return torch.nn.functional.rms_norm(x, weight.shape, weight.float(), self._engine.spec.rms_norm_eps)
 
     def _linear(self, layer: Any, x: Tensor, delta: list[tuple[slice, Tensor, Tensor]] | None) -> Tensor:
-        y: Tensor = x @ layer._weight.float().T  # noqa: SLF001
+        y: Tensor = x @ layer.weight.float().T
+        if layer.bias is not None:
+            y += layer.bias.float()
         for columns, a, b in delta or ():
             y[:, columns] += (x @ a.T) @ b
         return y
 
     def _matrices(self, digest: str) -> dict[tuple[int, int], list[tuple[slice, Tensor, Tensor]]]:
         """By layer and group: columns, A (R, in), B (R, out) of each adapted projection."""
-        image, spec = self._engine.loader.image(digest), self._engine.spec
-        stream = torch.from_numpy(image.payload).view(torch.bfloat16).to(self._device).float()
+        image, spec = self._images.image(digest), self._engine.spec
+        stream = torch.from_numpy(image.payload).view(getattr(torch, spec.dtype)).to(self._device).float()
         found, at = {}, 0
         for e, record in enumerate(image.header.records):
             layer, index = divmod(e, len(spec.groups))
@@ -86,10 +92,11 @@ def faults(errors: dict[str, float]) -> list[str]:
 
 
 class Checker:
-    """Drives the runner by hand-made plans over pages of the engine's pool."""
+    """Drives the runner by hand-made plans over pages of the pool; the engine's books do not know it."""
 
-    def __init__(self, engine: GpuEngine, digests: Sequence[str]) -> None:
+    def __init__(self, engine: GpuEngine, images: RandomImages, digests: Sequence[str]) -> None:
         self._engine = engine
+        self._images = images
         self._digests = digests
         self._steps = 0
         self._pages: list[int] = []
@@ -103,12 +110,13 @@ class Checker:
         return pages
 
     def _place(self, digest: str) -> None:
-        loader = self._engine.loader
+        loader, ready = self._engine.loader, self._engine.ready
+        assert loader is not None
         loader.submit(FetchOrder(digest))
-        loader.ready.acquire()
+        ready.acquire()
         (fetched,) = loader.results()
         loader.submit(PlaceOrder(digest, self._take(fetched.pages)))  # type: ignore[union-attr]
-        loader.ready.acquire()
+        ready.acquire()
         (placed,) = loader.results()
         assert not placed.error, placed.error
 
@@ -121,10 +129,10 @@ class Checker:
         tables = [self._take(4) for _ in adapters]
         self._prompts(tokens, tables, adapters)
         by_graph = self._decode(tokens, tables, adapters, eager=False)
-        exact = Exact(self._engine)
+        exact = Exact(self._engine, self._images)
         errors = {}
         for i, adapter in enumerate(adapters):
-            name = self._engine.loader.kinds[adapter][1].name if adapter else "base"
+            name = self._images.kinds[adapter][1].name if adapter else "base"
             want = exact.last_logits(tokens[i], adapter)
             errors[f"{name} vs float32"] = _relative(by_graph[i], want)
             if adapter:
@@ -134,9 +142,6 @@ class Checker:
         by_graph = self._decode(tokens, tables, swapped, eager=False)
         errors["swapped, graph vs eager"] = _relative(by_graph, self._decode(tokens, tables, swapped, eager=True))
         self._engine.pool.release(self._pages)
-        for digest in self._digests:
-            self._engine.loader.submit(DropOrder(digest, "hbm"))
-            self._engine.loader.submit(DropOrder(digest, "host"))
         return errors
 
     def _prompts(self, tokens: list[list[int]], tables: list[tuple[int, ...]], adapters: list[str]) -> None:

@@ -1,167 +1,66 @@
-"""A whole engine but its link, on a GPU: random weights in a real shape, random adapters, batches of requests."""
+"""A whole engine but its link, on a GPU: batches of requests that come at once or at their times."""
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from bench.gpu_base import Base
+from bench.gpu_random import MAX_RANK
+from stencilpress.engine.cuda.rehearsal import fitting_pool_bytes
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.eviction import Room
-from stencilpress.engine.image import Image, ImageHeader, Record, layout
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.loader import Hosted, Loader
+from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
-from stencilpress.engine.model.linear import Linear, make_linear
-from stencilpress.engine.model.llama import LayerWeights, Weights
-from stencilpress.engine.model.threads import Threads
 from stencilpress.engine.plan import Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
-from stencilpress.engine.spec import ModelSpec, Rope, page_geometry, slice_elems
+from stencilpress.engine.spec import page_geometry
+from stencilpress.kernels.sgmv.views import AdapterView
 
-LLAMA3_8B = ModelSpec(
-    family="llama",
-    base_id="bench/llama3-8b",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=8192,
-    rms_norm_eps=1e-5,
-    rope=Rope(500000.0),
-    tied_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    qk_norm=False,
-    eos_ids=(),
-    dtype="bfloat16",
-)
-SHAPES = {"llama3-8b": LLAMA3_8B}
-ATTENTION = (7, 1, 0, 0)
-"""Masks of the adapted projections, by group: q, k, v and o."""
-ALL7 = (7, 1, 3, 1)
-MAX_RANK = 64
 GREEDY = Sampling(temperature=0.0)
+MakeLoader = Callable[[PoolMemory, Callable[[], None]], Loader]
+"""A loader over a pool that calls the function when it has an answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterKind:
-    """An adapter's name, rank and adapted projections."""
+class Serving:
+    """How an engine serves. ``pool_bytes`` 0 is all that fits; ``adapter_bytes`` bounds adapters' pages, 0 does not."""
 
-    name: str
-    rank: int
-    masks: tuple[int, ...] = ATTENTION
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
-
-def random_weights(spec: ModelSpec, device: torch.device) -> Weights:
-    """Normal weights that keep activations near one."""
-    dtype = getattr(torch, spec.dtype)
-    threads = Threads()
-
-    def linear(rows: int, columns: int) -> Linear:
-        return make_linear(_normal((rows, columns), columns**-0.5, dtype, device), None, threads)
-
-    def norm() -> Tensor:
-        return torch.empty(spec.hidden_size, dtype=dtype, device=device).uniform_(0.5, 1.5)
-
-    qkv, o, gate_up, down = spec.groups
-    layers = tuple(
-        LayerWeights(
-            input_norm=norm(),
-            qkv=linear(qkv.out_features, qkv.in_features),
-            q_norm=None,
-            k_norm=None,
-            o=linear(o.out_features, o.in_features),
-            mlp_norm=norm(),
-            gate_up=linear(gate_up.out_features, gate_up.in_features),
-            down=linear(down.out_features, down.in_features),
-        )
-        for _ in range(spec.num_layers)
-    )
-    embedding = _normal((spec.vocab_size, spec.hidden_size), 1.0, dtype, device)
-    return Weights(embedding, layers, norm(), linear(spec.vocab_size, spec.hidden_size), threads)
-
-
-def _normal(shape: tuple[int, int], std: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device).normal_(std=std)
-
-
-class RandomLoader(Loader):
-    """The engine's loader, whose images are runs of one random buffer instead of files."""
-
-    def __init__(self, spec: ModelSpec, memory: PoolMemory, kinds: Sequence[AdapterKind]) -> None:
-        self.ready = threading.Semaphore(0)
-        self.kinds = {kind.digest: (i, kind) for i, kind in enumerate(kinds)}
-        most = max((self.payload_bytes(spec, kind) for kind in kinds), default=0)
-        elems = most // 2 + 4096 * len(kinds)
-        random = torch.empty(elems, dtype=torch.bfloat16, device=memory.device).normal_(std=1 / 32)
-        self._buffer = torch.empty(elems, dtype=torch.bfloat16, pin_memory=memory.device.type == "cuda").copy_(random)
-        super().__init__(Path("/nonexistent"), spec, memory, MAX_RANK, self.ready.release)
-
-    @staticmethod
-    def records(spec: ModelSpec, kind: AdapterKind) -> tuple[Record, ...]:
-        """The same in every layer, all scales one."""
-        of_layer = []
-        for group, mask in zip(spec.groups, kind.masks, strict=True):
-            present = tuple(p for p in range(3) if mask >> p & 1)
-            elems = slice_elems(group, present) if present else 0
-            of_layer.append(Record(kind.rank, mask, elems, (1.0, 1.0, 1.0)) if present else Record())
-        return tuple(of_layer) * spec.num_layers
-
-    @classmethod
-    def payload_bytes(cls, spec: ModelSpec, kind: AdapterKind) -> int:
-        return sum(record.rank * record.slice_elems for record in cls.records(spec, kind)) * spec.dtype_bytes
-
-    def image(self, digest: str) -> Image:
-        """The image of a kind."""
-        index, kind = self.kinds[digest]
-        spec = self._spec
-        records = self.records(spec, kind)
-        header = ImageHeader(
-            digest, spec.fingerprint(), spec.dtype, spec.num_layers, len(spec.groups), records, payload_checksum=0
-        )
-        elems = header.payload_bytes // 2
-        payload = self._buffer[index * 4096 : index * 4096 + elems].view(torch.uint8).numpy()
-        return Image(header, payload)
-
-    def _fetch(self, digest: str) -> Hosted:
-        image = self.image(digest)
-        return Hosted(image, layout(image.header, self._memory.geometry))
+    seats: int = 256
+    tokens: int = 16384
+    max_loras: int = 128
+    max_prefetched: int = 128
+    max_model_len: int = 1024
+    pool_bytes: int = 0
+    adapter_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Run:
-    """What a batch of requests took, in seconds: ``first`` and ``last`` token of each request since the start, and
-    where the host was in ``steps`` steps."""
+    """What requests took, in seconds since the start: when each of a request's tokens came, and where the host was in
+    ``steps`` steps."""
 
     total_s: float = 0.0
-    first_s: dict[int, float] = field(default_factory=dict)
-    last_s: dict[int, float] = field(default_factory=dict)
+    times_s: dict[int, list[float]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     steps: int = 0
     plan_s: float = 0.0
     launch_s: float = 0.0
     wait_s: float = 0.0
     commit_s: float = 0.0
+    most_adapter_bytes: int = 0
 
     @property
     def host_line(self) -> str:
@@ -172,72 +71,95 @@ class Run:
     @property
     def tpot_ms(self) -> list[float]:
         """Time per output token after the first, of each request."""
-        return [(self.last_s[k] - self.first_s[k]) * 1e3 / (len(self.tokens[k]) - 1) for k in self.tokens]
+        return [(times[-1] - times[0]) * 1e3 / (len(times) - 1) for times in self.times_s.values()]
+
+    def gaps_ms(self, requests: Sequence[int]) -> list[float]:
+        """Times between tokens of these requests."""
+        pairs = (zip(self.times_s[i], self.times_s[i][1:], strict=False) for i in requests)
+        return [(later - sooner) * 1e3 for times in pairs for sooner, later in times]
 
 
 class GpuEngine:
     """Scheduler, residency, loader and runner wired as engine/compose.py does."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        kinds: Sequence[AdapterKind],
-        device: torch.device,
-        *,
-        pool_bytes: int,
-        seats: int,
-        tokens: int,
-    ) -> None:
+    def __init__(self, base: Base, device: torch.device, serving: Serving) -> None:
+        spec = self.spec = base.spec
         geometry = page_geometry(spec, MAX_RANK)
-        self.spec = spec
-        self.weights = random_weights(spec, device)
-        settings = EngineSettings(
-            model_dir="", adapters_dir="", pool_bytes=pool_bytes, max_num_seqs=seats, max_num_batched_tokens=tokens
-        )
-        self.memory = allocate_pool(spec, geometry, settings, device)
+        self.serving = serving
         self.limits = Limits(
-            max_num_seqs=seats,
-            max_num_batched_tokens=tokens,
-            max_loras=128,
-            max_waiting=4096,
-            max_model_len=1024,
+            max_num_seqs=serving.seats,
+            max_num_batched_tokens=serving.tokens,
+            max_loras=serving.max_loras,
+            max_waiting=1 << 20,
+            max_model_len=min(serving.max_model_len, spec.max_position),
             page_tokens=geometry.page_tokens,
             vocab_size=spec.vocab_size,
         )
-        self.loader = RandomLoader(spec, self.memory, kinds)
-        self.pool = Pool(self.memory.num_pages)
-        room = Room()
-        self.residency = Residency(self.pool, room, Capacity(max_cpu_loras=len(kinds) + 1, max_prefetched=128))
-        prefixes = PrefixCache(self.pool, room, geometry.page_tokens)
-        self.scheduler = Scheduler(self.limits, self.pool, self.residency, prefixes)
-        self.runner = CudaRunner(spec, self.weights, self.memory, self.loader.adapter, self.limits, MAX_RANK)
+        self.weights = base.weights(device)
+        fitting = serving.pool_bytes or fitting_pool_bytes(spec, geometry, self.weights, self.limits, MAX_RANK, device)
+        settings = EngineSettings(model_dir="", adapters_dir="", pool_bytes=fitting)
+        self.memory = allocate_pool(spec, geometry, settings, device)
+        self.runner = CudaRunner(spec, self.weights, self.memory, self._adapter, self.limits, MAX_RANK)
+        self.ready = threading.Semaphore(0)
+        self.loader: Loader | None = None
         self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0
+
+    def use(self, make_loader: MakeLoader, max_cpu_loras: int) -> None:
+        """Start with nothing in the pool and nothing in host memory."""
+        if self.loader is not None:
+            self.loader.close()
+        self.ready = threading.Semaphore(0)
+        self.loader = make_loader(self.memory, self.ready.release)
+        self.pool = Pool(self.memory.num_pages)
+        pages = self.serving.adapter_bytes // self.memory.geometry.page_bytes or self.memory.num_pages
+        room = Room()
+        capacity = Capacity(max_cpu_loras, self.serving.max_prefetched, max_adapter_pages=pages)
+        self.residency = Residency(self.pool, room, capacity)
+        prefixes = PrefixCache(self.pool, room, self.limits.page_tokens)
+        self.scheduler = Scheduler(self.limits, self.pool, self.residency, prefixes)
+
+    def host(self, digests: Sequence[str]) -> None:
+        """Bring adapters into host memory."""
+        for digest in dict.fromkeys(digests):
+            self.scheduler.check_adapter(digest)
+        while self.residency.in_host < len(set(digests)):
+            self.turn(Run(), 0.0)
 
     def serve(
         self,
         prompts: Sequence[Sequence[int]],
         adapters: Sequence[str],
-        new_tokens: int,
+        new_tokens: int | Sequence[int],
+        *,
+        arrivals_s: Sequence[float] = (),
         sampling: Sampling = GREEDY,
+        at_step: Callable[[], None] | None = None,
     ) -> Run:
-        """Run requests that come at once to their end, ``new_tokens`` each. ``adapters`` are digests, "" the base."""
+        """Run requests to their end. ``adapters`` are digests, "" the base; ``arrivals_s`` ascend, none is all at once;
+        ``at_step`` is called before each turn of the loop."""
+        lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
         self._batches += 1
         run = Run()
+        coming = deque(enumerate(zip(prompts, adapters, lengths, strict=True)))
         start = time.perf_counter()
-        for i, (prompt, adapter) in enumerate(zip(prompts, adapters, strict=True)):
-            submit = Submit(i, pack_tokens(list(prompt)), adapter, new_tokens, sampling)
-            self.scheduler.add((self._batches, i), submit)
-            run.tokens[i] = []
-        while self._flights or not self.scheduler.idle:
-            self._step(run, start)
+        while coming or self._flights or not self.scheduler.idle:
+            now = time.perf_counter() - start
+            while coming and (not arrivals_s or arrivals_s[coming[0][0]] <= now):
+                i, (prompt, adapter, length) = coming.popleft()
+                run.tokens[i], run.times_s[i] = [], []
+                self.scheduler.add((self._batches, i), Submit(i, pack_tokens(list(prompt)), adapter, length, sampling))
+            if at_step is not None:
+                at_step()
+            self.turn(run, start, arrivals_s[coming[0][0]] - now if coming else 1.0)
         run.total_s = time.perf_counter() - start
-        if any(len(tokens) != new_tokens for tokens in run.tokens.values()):
+        if [len(run.tokens[i]) for i in range(len(lengths))] != lengths:
             raise RuntimeError("a request did not get its tokens")
         return run
 
-    def _step(self, run: Run, start: float) -> None:
+    def turn(self, run: Run, start: float, longest_rest_s: float = 1.0) -> None:
         """As engine/worker.py does: the next step is launched before the last one is waited for."""
+        assert self.loader is not None, "call use first"
         begun = time.perf_counter()
         for result in self.loader.results():
             self.scheduler.loaded(result)
@@ -246,6 +168,7 @@ class GpuEngine:
             self.loader.submit(order)
         planned = time.perf_counter()
         run.plan_s += planned - begun
+        run.most_adapter_bytes = max(run.most_adapter_bytes, self.pool.adapter * self.memory.geometry.page_bytes)
         if plan is not None:
             self._flights.append((plan, self.runner.launch(plan)))
             run.launch_s += time.perf_counter() - planned
@@ -253,7 +176,7 @@ class GpuEngine:
         if self._flights and (plan is None or len(self._flights) > 1):
             self._land(run, start)
         elif plan is None:
-            self.loader.ready.acquire(timeout=1)
+            self.ready.acquire(timeout=max(0.0, min(longest_rest_s, 1.0)))
 
     def _land(self, run: Run, start: float) -> None:
         begun = time.perf_counter()
@@ -265,11 +188,19 @@ class GpuEngine:
         ended = time.perf_counter()
         for step in replies.values():
             for token in step.tokens:
-                run.first_s.setdefault(token.id, ended - start)
-                run.last_s[token.id] = ended - start
+                run.times_s[token.id].append(ended - start)
                 run.tokens[token.id].append(token.token)
         run.wait_s += landed - begun
         run.commit_s += ended - landed
 
+    def _adapter(self, digest: str) -> AdapterView:
+        assert self.loader is not None, "call use first"
+        return self.loader.adapter(digest)
+
     def close(self) -> None:
-        self.loader.close()
+        """Give the device's memory back."""
+        if self.loader is not None:
+            self.loader.close()
+        self.__dict__.clear()
+        gc.collect()
+        torch.cuda.empty_cache()

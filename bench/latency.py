@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from bench.gpu_cases import MIX, Case, Ceilings, decode_floor_ms, measure_cases, prompts, result
-from bench.gpu_engine import ALL7, GpuEngine
+from bench.gpu_cases import MIX, Bench, Case, decode_floor_ms, measure_cases, prompts
+from bench.gpu_engine import GpuEngine
+from bench.gpu_peers import Peer
+from bench.gpu_random import ALL7
 from bench.results import Result
 
 PROMPT, NEW = 128, 128
@@ -24,21 +26,35 @@ CASES = (
 )
 
 
-def measure(engine: GpuEngine, case: Case, ceilings: Ceilings, repeats: int, device: str) -> Result:
-    """One warm-up, then the median of ``repeats``, each the median over the requests; prints the case's line."""
+def measure(bench: Bench, engine: GpuEngine, case: Case) -> Result:
+    """One warm-up, then the median of the repeats, each the median over the requests; prints the case's line."""
     samples, line = [], ""
-    for turn in range(repeats + 1):
+    for turn in range(bench.repeats + 1):
         run = engine.serve(prompts(engine.spec, case.batch, PROMPT, turn), case.digests(), NEW)
         if turn:
             samples.append(statistics.median(run.tpot_ms))
         line = run.host_line
-    floor = decode_floor_ms(engine.spec, ceilings, case, PROMPT + NEW / 2)
-    found = result("latency", "tpot_ms", "ms", case, samples, floor, device)
+    floor = decode_floor_ms(engine.spec, bench.ceilings, case, PROMPT + NEW / 2)
+    known = {"goal": case.goal, "vllm-0.26.0": case.vllm}
+    found = bench.result(case.name, "tpot_ms", "ms", samples, floor=floor, settings=known)
     against = f"goal {case.goal} vllm {case.vllm} limit {floor:.2f}"
     print(f"{case.name:14} {found.value:7.3f} ms {found.spread} {against}   {line}", flush=True)
     return found
 
 
+def theirs(bench: Bench, peer: Peer, case: Case) -> Result:
+    """A peer's time for all tokens less its time for one, over the steps between."""
+    samples = []
+    for turn in range(bench.repeats + 1):
+        given = prompts(bench.base.spec, case.batch, PROMPT, turn), case.digests()
+        elapsed_s = [peer.elapsed_s(*given, new_tokens) for new_tokens in (1, NEW)]
+        if turn:
+            samples.append((elapsed_s[1] - elapsed_s[0]) * 1e3 / (NEW - 1))
+    found = bench.result(case.name, "tpot_ms", "ms", samples, system=peer.system)
+    print(f"{case.name:14} {found.value:7.3f} ms {found.spread} {peer.system}", flush=True)
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """Measure the chosen cases in one engine."""
-    return measure_cases("latency", CASES, measure, arguments)
+    return measure_cases("latency", CASES, measure, theirs, arguments)

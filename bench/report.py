@@ -13,6 +13,20 @@ INTRO = """# Benchmarks
 Medians of the newest run of each case, written by `python -m bench report` from `bench/results/`. *Limit* is what
 reading the bytes of a step at the same machine's measured bandwidth would allow. Absolute figures drift with a
 machine's neighbours, so peers are measured in the same run, round by round.
+
+| command | measures |
+|---|---|
+| `python -m bench throughput` | 256 requests of 256 tokens in and 128 out that come at once, over 0 to 128 adapters |
+| `python -m bench latency` | time per output token of 1 to 64 requests, each with an adapter of its own |
+| `python -m bench churn` | 1,000 adapters behind 4 GiB of adapter pages; what a load costs those who wait and who run |
+| `python -m bench slora`, `punica` | the workloads of S-LoRA (arXiv 2311.03285) and Punica (arXiv 2310.18547) |
+| `python -m bench start`, `memory` | process start to ready; what 128 adapters of mixed ranks hold |
+| `python -m bench kernels` | single kernels against float64 and the memory's bandwidth |
+| `python -m bench cpu` | the whole HTTP path on this machine's CPU |
+
+On a GPU the base is `--shape llama3-8b`, with random weights made on the device, or `--model FOLDER`. `--peer peft` and
+`--peer vllm` measure those on the same requests afterwards, where they are installed. `--record` appends to
+`bench/results/`.
 """
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bench.gpu_cases import MIX, Case, Ceilings, decode_floor_ms, measure_cases, prompts, result
-from bench.gpu_engine import ALL7, GpuEngine
+from bench.gpu_cases import MIX, Bench, Case, decode_floor_ms, measure_cases, prompts
+from bench.gpu_engine import GpuEngine
+from bench.gpu_peers import Peer
+from bench.gpu_random import ALL7
 from bench.results import Result
 
 REQUESTS, PROMPT, NEW = 256, 256, 128
@@ -17,28 +19,41 @@ CASES = (
 )
 
 
-def floor_tok_s(engine: GpuEngine, case: Case, ceilings: Ceilings) -> float:
+def floor_tok_s(bench: Bench, case: Case) -> float:
     """Prefill's products at the matrix rate, then each decode's floor."""
-    spec = engine.spec
+    spec = bench.base.spec
     weights = spec.num_layers * sum(group.in_features * group.out_features for group in spec.groups)
-    prefill_ms = 2 * REQUESTS * PROMPT * weights / ceilings.matrix_tflop_s / 1e9
-    return REQUESTS * NEW * 1e3 / (prefill_ms + NEW * decode_floor_ms(spec, ceilings, case, PROMPT + NEW / 2))
+    prefill_ms = 2 * REQUESTS * PROMPT * weights / bench.ceilings.matrix_tflop_s / 1e9
+    return REQUESTS * NEW * 1e3 / (prefill_ms + NEW * decode_floor_ms(spec, bench.ceilings, case, PROMPT + NEW / 2))
 
 
-def measure(engine: GpuEngine, case: Case, ceilings: Ceilings, repeats: int, device: str) -> Result:
-    """One warm-up, then the median of ``repeats``; prints the case's line."""
+def measure(bench: Bench, engine: GpuEngine, case: Case) -> Result:
+    """One warm-up, then the median of the repeats; prints the case's line."""
     samples, line = [], ""
-    for turn in range(repeats + 1):
+    for turn in range(bench.repeats + 1):
         run = engine.serve(prompts(engine.spec, REQUESTS, PROMPT, turn), case.digests(), NEW)
         if turn:
             samples.append(REQUESTS * NEW / run.total_s)
         line = run.host_line
-    found = result("throughput", "out_tok_s", "tok/s", case, samples, floor_tok_s(engine, case, ceilings), device)
+    known = {"goal": case.goal, "vllm-0.26.0": case.vllm}
+    found = bench.result(case.name, "out_tok_s", "tok/s", samples, floor=floor_tok_s(bench, case), settings=known)
     against = f"goal {case.goal:.0f} vllm {case.vllm:.0f} limit {found.floor:.0f}"
     print(f"{case.name:14} {found.value:8.0f} tok/s {found.spread} {against}   {line}", flush=True)
     return found
 
 
+def theirs(bench: Bench, peer: Peer, case: Case) -> Result:
+    """A peer's on the same requests."""
+    samples = []
+    for turn in range(bench.repeats + 1):
+        elapsed_s = peer.elapsed_s(prompts(bench.base.spec, REQUESTS, PROMPT, turn), case.digests(), NEW)
+        if turn:
+            samples.append(REQUESTS * NEW / elapsed_s)
+    found = bench.result(case.name, "out_tok_s", "tok/s", samples, system=peer.system)
+    print(f"{case.name:14} {found.value:8.0f} tok/s {found.spread} {peer.system}", flush=True)
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """Measure the chosen cases in one engine."""
-    return measure_cases("throughput", CASES, measure, arguments)
+    return measure_cases("throughput", CASES, measure, theirs, arguments)

@@ -6,6 +6,7 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 
 from stencilpress.engine.eviction import Room
@@ -21,7 +22,7 @@ from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
-from stencilpress.engine.settings import EngineSettings, SettingsError
+from stencilpress.engine.settings import EngineSettings, SettingsError, suit_device
 from stencilpress.engine.spec import ModelSpec, PageGeometry, page_geometry
 from stencilpress.engine.worker import Launches, Runs, Worker
 
@@ -32,9 +33,12 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
     Raises ``WeightsError``, ``SettingsError`` or ``MemoryError`` for what this device cannot serve.
     """
     device = _device(settings)
+    settings = suit_device(settings, device.type)
     geometry = page_geometry(spec, settings.max_lora_rank)
     limits = derive_limits(settings, spec, geometry)
     weights = load_weights(Path(settings.model_dir), spec, device)
+    if device.type == "cuda" and not settings.pool_bytes:
+        settings = _with_fitting_pool(settings, spec, geometry, weights, limits, device)
     memory = allocate_pool(spec, geometry, settings, device)
     link = Link(listener, _welcome(settings, spec, limits.max_model_len))
     loader = Loader(Path(settings.adapters_dir), spec, memory, settings.max_lora_rank, link.wake)
@@ -73,6 +77,23 @@ def _runner(
     runner = CudaRunner(spec, weights, memory, loader.adapter, limits, settings.max_lora_rank)
     runner.warm()
     return runner
+
+
+def _with_fitting_pool(
+    settings: EngineSettings,
+    spec: ModelSpec,
+    geometry: PageGeometry,
+    weights: Weights,
+    limits: Limits,
+    device: torch.device,
+) -> EngineSettings:
+    """The settings with as large a pool as the device has room for."""
+    from stencilpress.engine.cuda.rehearsal import fitting_pool_bytes  # imports Triton
+
+    fitting = fitting_pool_bytes(spec, geometry, weights, limits, settings.max_lora_rank, device)
+    if fitting < 2 * geometry.page_bytes:
+        raise MemoryError("the weights and the largest step leave no room for a pool on this device")
+    return msgspec.structs.replace(settings, pool_bytes=fitting)
 
 
 def _cpu_runner(spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: Loader, limits: Limits) -> Runs:

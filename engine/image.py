@@ -9,7 +9,7 @@ This is the door to five files: ``image_format`` (file and reader), ``image_chec
 ``image_build`` (conversion and digest), ``peft_format`` with ``peft_config`` (what an adapter means).
 """
 
-from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, is_finite, not_finite, write_image
+from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, is_finite, value_problem, write_image
 from stencilpress.engine.image_format import (
     Image,
     ImageError,
@@ -41,11 +41,11 @@ __all__ = [
     "is_finite",
     "layout",
     "module_name",
-    "not_finite",
     "places",
     "read_image",
     "remove_outdated",
     "resolve",
     "slice_table",
+    "value_problem",
     "write_image",
 ]

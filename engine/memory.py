@@ -15,10 +15,6 @@ from stencilpress.kernels.sgmv.table import GroupShape
 
 CPU_POOL_BYTES = 2 << 30
 """Default pool on a CPU, or a quarter of the machine's memory if less. The system commits it as pages are used."""
-CUDA_POOL_SHARE = 0.95
-"""Default pool on an accelerator: this share of what the weights leave free, less what a step takes."""
-GRAPH_BYTES = 1 << 30
-"""Set aside for CUDA graphs and the libraries' workspaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +39,11 @@ class PoolMemory:
 def allocate_pool(
     spec: ModelSpec, geometry: PageGeometry, settings: EngineSettings, device: torch.device
 ) -> PoolMemory:
-    """Allocate the pool; call it after the weights are loaded.
+    """Allocate the pool; call it after the weights are loaded. ``pool_bytes`` of 0 is for CPUs.
 
     Raises :class:`SettingsError` when ``pool_bytes`` is less than two pages, ``MemoryError`` when the device is full.
     """
-    pages = (settings.pool_bytes or _default_bytes(spec, settings, device)) // geometry.page_bytes
+    pages = (settings.pool_bytes or _default_bytes()) // geometry.page_bytes
     if pages < 2:
         raise SettingsError(f"STENCILPRESS_POOL_BYTES is less than two pages of {geometry.page_bytes} bytes")
     try:
@@ -70,21 +66,5 @@ def pool_memory(flat: Tensor, spec: ModelSpec, geometry: PageGeometry) -> PoolMe
     return PoolMemory(flat, geometry, kv, shapes, spec.num_layers)
 
 
-def step_bytes(spec: ModelSpec, settings: EngineSettings) -> int:
-    """An upper bound of what a step on an accelerator allocates beside the pool.
-
-    The widest rows of a layer stand side by side at most twice; logits exist in the served dtype and, where they are
-    drawn from, as up to six fp32 and fp64 arrays; adapters' addresses take 8 bytes a rank slice, layer and group.
-    """
-    rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-    widest = 3 * spec.intermediate_size + 4 * spec.hidden_size + 3 * (spec.q_size + 2 * spec.kv_size)
-    drawn = min(settings.max_num_seqs, rows) * spec.vocab_size
-    adapters = 16 * spec.num_layers * len(spec.groups) * settings.max_num_seqs * settings.max_lora_rank
-    return 2 * rows * widest * spec.dtype_bytes + drawn * (spec.dtype_bytes + 32) + adapters
-
-
-def _default_bytes(spec: ModelSpec, settings: EngineSettings, device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int(free * CUDA_POOL_SHARE) - step_bytes(spec, settings) - GRAPH_BYTES)
+def _default_bytes() -> int:
     return min(CPU_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)

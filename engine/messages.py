@@ -202,6 +202,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     cached_tokens: int = 0
     adapter_host_bytes: int = 0
     adapter_failures: int = 0
+    max_loras: int = 0
+    """Distinct adapters in one step; 0 from an engine that does not say."""
 
 
 class AdapterSeen(msgspec.Struct, frozen=True, array_like=True):

@@ -10,9 +10,8 @@ frequency and presence penalties, temperature, top-k, top-p over what top-k left
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -30,54 +29,81 @@ _MASK = (1 << 64) - 1
 
 
 def sample(logits_NV: Tensor, keys: Sequence[RequestKey], draws: Sequence[Draw]) -> list[Sampled]:
-    """One token per row. ``logits_NV`` has the served dtype and is not changed.
+    """One token per row, and what goes with it. An accelerator is waited for once."""
+    return draw(logits_NV, keys, draws).read()
 
-    A row whose logits hold NaN or +inf, or nothing but -inf, gets :data:`FAILED`; the others do not notice. An
-    accelerator is waited for once, or twice where :data:`WINDOW` is too narrow for a row.
+
+def draw(logits_NV: Tensor, keys: Sequence[RequestKey], draws: Sequence[Draw]) -> Drawn:
+    """Draw one token per row, in order on an accelerator's current stream; nothing here waits for it.
+
+    ``logits_NV`` has the served dtype and is not changed. A row whose logits hold NaN or +inf, or nothing but -inf,
+    gets :data:`FAILED`; the others do not notice.
     """
     best_N, tokens_N = logits_NV.max(-1)
     sound_N = torch.isfinite(best_N)
     altered = [n for n, draw in enumerate(draws) if not _takes_best(draw.sampling)]
+    if altered:
+        rows_A = upload(np.array(altered), logits_NV.device)
+        scores_AV = logits_NV.index_select(0, rows_A).float()
+        filters = _altered(scores_AV, [draws[n] for n in altered])
+        drawn_A, settled_A = _pick(scores_AV, filters, WINDOW)
+        settled_A |= ~sound_N.index_select(0, rows_A)
+        tokens_N = tokens_N.index_copy(0, rows_A, _widened(scores_AV, filters, settled_A, drawn_A))
     logprobs = _Logprobs(logits_NV, [n for n, draw in enumerate(draws) if draw.sampling.logprobs >= 0], draws)
-    if not altered:
-        return _answers(keys, *_read(sound_N, tokens_N, logprobs, sound_N[:0])[:3])
-    rows_A = upload(np.array(altered), logits_NV.device)
-    scores_AV = logits_NV.index_select(0, rows_A).float()
-    filters = _altered(scores_AV, [draws[n] for n in altered])
-    drawn_A, settled_A = _pick(scores_AV, filters, WINDOW)
-    tokens_N = tokens_N.index_copy(0, rows_A, drawn_A)
-    sound, tokens, ranked, settled = _read(sound_N, tokens_N, logprobs, settled_A)
-    unsettled = [a for a, n in enumerate(altered) if sound[n] and not settled[a]]
-    if unsettled:
-        wide_A, _ = _pick(scores_AV[unsettled], filters.rows(unsettled), scores_AV.shape[1])
-        tokens_N = tokens_N.index_copy(0, rows_A[unsettled], wide_A)
-        sound, tokens, ranked, _ = _read(sound_N, tokens_N, logprobs, settled_A)
-    return _answers(keys, sound, tokens, ranked)
+    return Drawn(keys, tokens_N, sound_N, logprobs)
+
+
+class Drawn:
+    """What a step draws. ``tokens_N`` (int32) is on the device, where the next step may start from it."""
+
+    def __init__(self, keys: Sequence[RequestKey], tokens_N: Tensor, sound_N: Tensor, logprobs: _Logprobs) -> None:
+        self.tokens_N = torch.where(sound_N, tokens_N, FAILED).int()
+        self._keys = keys
+        self._logprobs = logprobs
+        parts = [self.tokens_N, *logprobs.of(tokens_N)]
+        self._sizes = [part.numel() for part in parts]
+        numbers = torch.cat([part.double().flatten() for part in parts])  # fp64 holds every one of them exactly
+        self._numbers, self._arrived = _download(numbers)
+
+    def read(self) -> list[Sampled]:
+        """Wait for the numbers; one answer per row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, *ranks = (part.tolist() for part in torch.split(self._numbers, self._sizes))
+        ranked = self._logprobs.by_row(*ranks) if ranks else {}
+        return [
+            Sampled(key, int(token), *ranked.get(n, (None, ()))) if token != FAILED else Sampled(key, FAILED)
+            for n, (key, token) in enumerate(zip(self._keys, tokens, strict=True))
+        ]
 
 
 _Ranked = dict[int, tuple[float, tuple[tuple[int, float], ...]]]
 
 
-def _read(
-    sound_N: Tensor, tokens_N: Tensor, logprobs: _Logprobs, settled_A: Tensor
-) -> tuple[list[bool], list[int], _Ranked, list[bool]]:
-    """All results in one copy to the host: fp64 holds every one of them exactly."""
-    parts = (sound_N, tokens_N, settled_A, *logprobs.of(tokens_N))
-    numbers = torch.cat([part.double().flatten() for part in parts]).tolist()
-    values = [numbers[end - part.numel() : end] for part, end in zip(parts, _ends(parts), strict=True)]
-    ranked = logprobs.by_row(*values[3:]) if logprobs.rows else {}
-    return [bool(x) for x in values[0]], [int(x) for x in values[1]], ranked, [bool(x) for x in values[2]]
+def _download(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Numbers on their way to the host, and the event of their arrival."""
+    if not numbers.is_cuda:
+        return numbers, None
+    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    here.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return here, arrived
 
 
-def _ends(parts: Sequence[Tensor]) -> Iterator[int]:
-    return accumulate(part.numel() for part in parts)
+def _widened(scores_AV: Tensor, filters: _Filters, settled_A: Tensor, drawn_A: Tensor) -> Tensor:
+    """The tokens, those of rows that are not settled drawn from the whole vocabulary."""
+    if scores_AV.is_cuda:
+        from stencilpress.kernels.draw.triton_wide import draw_wide  # Triton is there on machines with a GPU only
 
-
-def _answers(keys: Sequence[RequestKey], sound: list[bool], tokens: list[int], ranked: _Ranked) -> list[Sampled]:
-    return [
-        Sampled(key, token, *ranked.get(n, (None, ()))) if sound[n] else Sampled(key, FAILED)
-        for n, (key, token) in enumerate(zip(keys, tokens, strict=True))
-    ]
+        keep_A, top_p_A, min_p_A, uniform_A = filters.columns()
+        draw_wide(scores_AV, scores_AV.logsumexp(-1), settled_A, keep_A, top_p_A, min_p_A, uniform_A, drawn_A)
+        return drawn_A
+    unsettled = (~settled_A).nonzero()[:, 0]
+    if len(unsettled):
+        wide, _ = _pick(scores_AV[unsettled], filters.rows(unsettled), scores_AV.shape[1])
+        return drawn_A.index_copy(0, unsettled, wide)
+    return drawn_A
 
 
 def only_best(draws: Sequence[Draw]) -> bool:
@@ -188,7 +214,13 @@ class _Filters:
         temperature, keep, top_p, min_p, number = upload(np.array(fields), scores_NV.device).T.unsqueeze(-1)
         return cls(temperature.float(), keep.long(), top_p, min_p, number)
 
-    def rows(self, rows: list[int]) -> _Filters:
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``keep``, ``top_p``, ``min_p`` and ``uniform`` (N,), each packed."""
+        numbers = (self.keep, self.top_p, self.min_p, self.uniform)
+        keep, top_p, min_p, uniform = (number[:, 0].contiguous() for number in numbers)
+        return keep, top_p, min_p, uniform
+
+    def rows(self, rows: Tensor) -> _Filters:
         return _Filters(*(getattr(self, name)[rows] for name in self.__slots__))
 
 

@@ -12,6 +12,13 @@ from msgspec import Meta
 PREFIX = "STENCILPRESS_"
 
 Positive = Annotated[int, Meta(ge=1)]
+Default = Annotated[int, Meta(ge=0)]
+"""0 stands for what suits the device."""
+
+DEVICE_DEFAULTS = {
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_loras": 16},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_loras": 128},
+}
 MAX_ENGINES = 64
 LogFormat = Literal["text", "json"]
 
@@ -54,12 +61,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Longest prompt plus answer in tokens; 0 takes the model's own context."""
-    max_num_seqs: Positive = 64
-    max_num_batched_tokens: Positive = 512
+    max_num_seqs: Default = 0
+    """Requests that run at once; 0 takes what suits the device (:data:`DEVICE_DEFAULTS`)."""
+    max_num_batched_tokens: Default = 0
+    """Tokens of one step; 0 likewise."""
     max_waiting: Positive = 1024
-    """Requests that may wait; one more is refused with `overloaded`."""
-    max_loras: Positive = 16
-    """Distinct adapters in one step."""
+    """Requests that may wait; one more makes whoever has most waiting lose its last one, with `overloaded`."""
+    max_loras: Default = 0
+    """Distinct adapters in one step; 0 likewise."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
     max_cpu_loras: Positive = 256
     """Adapters whose images stay in host memory."""
@@ -84,3 +93,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Read end of a pipe that closes when the supervisor is gone."""
     generation: Annotated[int, Meta(ge=0)] = 0
     """Counts the engine's restarts; stale messages carry an older one."""
+
+
+def suit_device(settings: EngineSettings, device_type: str) -> EngineSettings:
+    """The settings with the device's defaults in place of zeros."""
+    zeros = {name: value for name, value in DEVICE_DEFAULTS[device_type].items() if not getattr(settings, name)}
+    return msgspec.structs.replace(settings, **zeros)

@@ -20,8 +20,8 @@ SPARE_SHARE = 8
 """Of the pool's pages the part that such adapters, and preloaded ones, leave free."""
 PIN_SHARE = 2
 """Of the adapters' part of the pool the part that pinned ones may take."""
-NEWEST = 1 << 62
-"""Comes after every arrival."""
+NEWEST = 1 << 256
+"""Comes after every request in residency's order."""
 
 
 class Wishes:

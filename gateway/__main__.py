@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
 
@@ -31,6 +32,10 @@ from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.lifecycle.cold import ColdTier
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
@@ -40,6 +45,7 @@ from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
+from stencilpress.gateway.tracing import Tracing, tracing
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
@@ -82,9 +88,11 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    context = tls_context(settings)
+    context, traces = tls_context(settings), tracing(settings)
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(_services(settings))
+        if traces is not None:
+            stack.push_async_callback(traces.close)
+        services = await stack.enter_async_context(_services(settings, traces))
         runner = create_runner(services, LAST_EVENTS_S)
         await runner.setup()
         gc.collect()
@@ -103,7 +111,7 @@ async def _serve(settings: GatewaySettings) -> int:
 
 
 @asynccontextmanager
-async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
+async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
@@ -130,7 +138,36 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
+            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
+            tracing=traces,
         )
+
+
+@asynccontextmanager
+async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> AsyncIterator[AdapterDesk | None]:
+    """Uploads and upkeep of adapters, where there is a folder for them."""
+    if not settings.adapters_dir:
+        yield None
+        return
+    cold = ColdTier(settings.cold_store_url) if settings.cold_store_url else None
+    desk = AdapterDesk.open(
+        db,
+        Path(settings.adapters_dir).parent,
+        Path(settings.model_dir),
+        base,
+        dtype=settings.dtype,
+        max_rank=settings.max_lora_rank,
+        gate=IntakeGate(settings.intake_workers),
+        cold=cold,
+    )
+    grace = timedelta(seconds=settings.purge_grace_s)
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    try:
+        yield desk
+    finally:
+        upkeep.cancel()
+        await asyncio.wait([upkeep])
+        await desk.close()
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:

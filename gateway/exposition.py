@@ -105,7 +105,7 @@ def _for_routers(
     running = sorted(set(chain.from_iterable(snapshot.running for snapshot in snapshots)))
     waiting = sorted(set(chain.from_iterable(snapshot.waiting for snapshot in snapshots)) - set(running))
     labels = {
-        "max_lora": str(max_loras * max(1, len(engines))),
+        "max_lora": str(sum(stats.max_loras or max_loras for stats in engines) or max_loras),
         "running_lora_adapters": ",".join(running[:MAX_NAMED_ADAPTERS]),
         "waiting_lora_adapters": ",".join(waiting[:MAX_NAMED_ADAPTERS]),
     }

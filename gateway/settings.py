@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
+from stencilpress.gateway.intake_records import Dtype
 
 FailurePolicy = Literal["local", "allow", "refuse"]
 """See gateway/quota/guard.py."""
@@ -41,6 +42,24 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Its private key in PEM."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
+    adapters_dir: str = ""
+    """Folder of adapter blobs, the engine's; without it adapters cannot be managed over HTTP."""
+    dtype: Dtype = "auto"
+    """The engine's, for which images are built."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
+    """The engine's: a larger rank is refused at intake."""
+    intake_workers: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Uploads that are checked at once, each by a process of its own; of one tenant one at a time."""
+    cold_store_url: str = ""
+    """Object store that keeps the files of all versions: ``s3://``, ``gs://``, ``az://`` or ``file://``."""
+    local_adapter_bytes: Annotated[int, Meta(ge=0)] = 0
+    """With a cold store: blobs beyond this leave the disk, the longest unused first. 0 keeps all."""
+    purge_grace_s: Annotated[float, Meta(ge=5, le=365 * 86400)] = 3600.0
+    """How long a deleted adapter or version can be restored."""
+    upkeep_s: Seconds = 300.0
+    """How often what was deleted is purged and unused blobs are removed."""
+    lora_load_dir: str = ""
+    """Folder from which an operator's key may load adapters by vLLM's ``/v1/load_lora_adapter``; empty is off."""
     quota_store: str = ""
     """Valkey or Redis with the counts of all gateways, such as ``redis://host:6379/0``; empty: each counts its own."""
     quota_on_store_failure: FailurePolicy = "local"
@@ -51,11 +70,15 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes of the spool, 384 a request that the catalog has not taken yet; beyond them requests are refused."""
     usage_retention_days: Annotated[int, Meta(ge=32, le=36500)] = 90
     """How long the rows of single requests are kept."""
-    max_loras: Positive = 16
+    max_loras: Annotated[int, Meta(ge=0)] = 16
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
     log_format: LogFormat = "text"
+    otlp_endpoint: str = ""
+    """Collector of traces that speaks OTLP over HTTP, such as ``http://collector:4318``."""
+    trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of traces that are kept, unless the caller's trace says so already."""
     engines: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 1
     """Engines behind this gateway."""
     engine_socket: str

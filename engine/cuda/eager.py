@@ -19,6 +19,8 @@ from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, choose_tile, l
 
 PAGE_STEP = 16
 """Widths of page tables are multiples of this: kernels are compiled for strides that are."""
+TILES = (Tile(16, 16), Tile(64, 16), Tile(64, 64))
+"""What :func:`choose_tile` may give for prompts."""
 
 
 class EagerSteps:
@@ -45,18 +47,32 @@ class EagerSteps:
     def warm(self) -> None:
         """Compile what :meth:`logits` launches, by steps that change nothing."""
         idle = np.zeros(16, dtype=np.int32)
-        for tile_rows, blocks, factor in product((16, 64), (8, 16), (1, 2)):
+        for tile, (blocks, factor) in product(TILES, ((8, 1), (8, 2), (16, 1), (16, 2), (128, 1))):
             self._inputs.begin()
             tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:8]))
             slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle.reshape(1, -1))
             pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, factor * blocks)
             self._inputs.send()
-            work = SgmvWork.over(list_N, Tile(tile_rows, 16), blocks, factor * blocks, self._decoder.entries)
+            work = SgmvWork.over(list_N, tile, blocks, factor * blocks, self._decoder.entries)
             adapted = Adapted(work, ALL_GROUPS)
             rows = DeviceRows(tokens, positions, slots, lengths, pages.expand(8, -1), 1, pieces, adapted)
             x_TX, residual_TX = self._decoder.forward(rows)
             self._decoder.logits(x_TX, residual_TX)
             torch.cuda.current_stream().synchronize()  # the inputs' buffers are written again
+
+    def largest(self, tokens: int, draws: int, adapters: int, max_rank: int) -> Tensor:
+        """Logits (draws, V) of a step of so many rows that changes nothing, with as much scratch as any step takes."""
+        device = self._inputs.device_N.device
+        zeros_T, zeros_N = (torch.zeros(count, dtype=torch.int32, device=device) for count in (tokens, draws))
+        blocks = 8 * adapters
+        items = blocks * -(-max_rank // 16)
+        list_N = torch.zeros(list_words(blocks, items), dtype=torch.int32, device=device)
+        work = SgmvWork.over(list_N, Tile(64, 16), blocks, items, self._decoder.entries)
+        rows = DeviceRows(
+            zeros_T, zeros_T, zeros_T - 1, zeros_T[:0], zeros_T.view(-1, 1), 1, None, Adapted(work, ALL_GROUPS)
+        )
+        x_TX, residual_TX = self._decoder.forward(rows)
+        return self._decoder.logits(x_TX.index_select(0, zeros_N), residual_TX.index_select(0, zeros_N))
 
     def _list(self, blocks: int, items: int) -> Tensor:
         host, device = self._inputs.reserve(list_words(blocks, items))

@@ -1,15 +1,18 @@
 """Decode steps as CUDA graphs, at a ladder of batch sizes. Adapters, page tables and lengths are data of a graph.
 
 What a graph has for good: its rows, in how many runs it cuts positions, whether its adapters change the attention
-alone, and how many items its work list holds. One for each that occurs is captured when it first does; those that
-nearly every engine needs, before it serves.
+alone, and how many items its work list holds. What most steps need is captured before the engine serves; all that may
+occur is compiled by then. The rest is launched kernel by kernel, and captured once it has occurred a few times.
 """
 
 # B rows of a graph, of which a step may use fewer, P pages of a sequence, V vocabulary
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,11 @@ RANKS = 16
 """Rank slices of an item."""
 FEW_BLOCKS = 8
 """Fewest blocks of a work list. So few blocks of several rows are cut finer, to fill the device."""
+CAPTURED_AT = 3
+"""A variant without a graph gets one when it occurs for this time: a capture costs as much as three eager steps."""
+TILE_ROWS = (1, 16, 64)
+SHARED_ROWS = 8
+"""Fewest rows an adapter has, on average, in a step whose blocks take several."""
 
 
 class Adapting(NamedTuple):
@@ -48,7 +56,7 @@ class Adapting(NamedTuple):
         """Blocks that suffice for so many rows: adapters have 8 or more each where a block takes several."""
         if self.few:
             return FEW_BLOCKS
-        return max(FEW_BLOCKS, rows if self.tile_rows == 1 else rows // 8 + rows // self.tile_rows + 1)
+        return max(FEW_BLOCKS, rows if self.tile_rows == 1 else rows // SHARED_ROWS + rows // self.tile_rows + 1)
 
     def items(self, rows: int) -> int:
         return self.factor * self.blocks(rows)
@@ -86,6 +94,7 @@ class DecodeGraphs:
         max_rank: int,
     ) -> None:
         self._decoder = decoder
+        self._one_layer = decoder.first_layer()
         self._inputs = inputs
         self._feedback = feedback
         self._products = products
@@ -101,6 +110,7 @@ class DecodeGraphs:
             scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
         )
         self._graphs: dict[Variant, _Graph] = {}
+        self._missed: Counter[Variant] = Counter()
         self._memory = None if device.type != "cuda" else torch.cuda.graph_pool_handle()
 
     @property
@@ -109,24 +119,61 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def warm(self) -> None:
-        """Capture, largest first, what steps without adapters and with ones of one item a row need."""
-        adapting = (None, Adapting(1, False, 1, ATTENTION_GROUPS), Adapting(1, False, 1, ALL_GROUPS))
+        """Compile what any step may need, and capture what most do, largest first: their memory serves the others."""
         for size in reversed(self._sizes):
-            for kind in adapting:
-                self._graph(self._variant(size, 1, kind))
+            with self._products.fastest(size):
+                for variant in self._possible(size):
+                    self._compile(variant)
+        torch.cuda.current_stream().synchronize()
+        for size in reversed(self._sizes):
+            for variant in self._common(size):
+                self._graphs[variant] = self._captured(self._views(variant))
+
+    def rehearse(self) -> int:
+        """Capture the largest size's graphs, for the memory that it takes. Returns how many :meth:`warm` captures."""
+        for variant in self._common(self.largest):
+            with self._products.fastest(self.largest):
+                self._compile(variant)
+            self._graphs[variant] = self._captured(self._views(variant))
+        return sum(1 for size in self._sizes for _ in self._common(size))
+
+    def _reaches(self, size: int) -> Iterator[int]:
+        """Lengths of the longest row that stand for all, one for each number of runs."""
+        reaches = {self._variant(size, min(reach, self._max_model_len), None): reach for reach in (*REACHES, 1 << 30)}
+        return (min(reach, self._max_model_len) for reach in reaches.values())
+
+    def _common(self, size: int) -> Iterator[Variant]:
+        """Without adapters, with ones of one item a row at any length, and of more at short lengths."""
+        for reach in self._reaches(size):
+            yield self._variant(size, reach, None)
+            factors = self._factors if reach <= REACHES[0] else self._factors[:1]
+            for factor, groups in product(factors, (ATTENTION_GROUPS, ALL_GROUPS)):
+                yield self._variant(size, reach, Adapting(1, False, factor, groups))
+
+    def _possible(self, size: int) -> Iterator[Variant]:
+        """Variants whose kernels are those of all that :meth:`run` may meet."""
+        for reach in self._reaches(size):
+            yield self._variant(size, reach, None)
+        for rows, few, factor in product(TILE_ROWS, (False, True), self._factors):
+            if (rows == 1 and not few) or (rows > 1 and size >= SHARED_ROWS):
+                yield self._variant(size, 1, Adapting(rows, few, factor, ALL_GROUPS))
 
     def run(self, rows: StepRows) -> None:
         """Compute a step of decodes alone, in order on the current stream."""
         count = len(rows.tokens_T)
         size = next(size for size in self._sizes if size >= count)
-        plan = plan_work(rows.adapters, choose_tile(rows.adapters)) if rows.adapters else None
+        plan = plan_work(rows.adapters, choose_tile(rows.adapters)._replace(ranks=RANKS)) if rows.adapters else None
         variant = self._variant(size, rows.longest, None if plan is None else self._adapting(plan, size, rows.groups))
-        graph = self._graph(variant)
+        graph = self._graphs.get(variant) or self._views(variant)
         self._send(rows, graph.rows, plan)
-        if graph.graph is None:
-            self._compute(graph)
-        else:
+        if graph.graph is not None:
             graph.graph.replay()
+            return
+        with self._products.fastest(size):
+            self._compute(graph, self._decoder)
+        self._missed[variant] += 1
+        if self._memory is not None and self._missed[variant] == CAPTURED_AT:
+            self._graphs[variant] = self._captured(graph)
 
     def _variant(self, size: int, longest: int, adapting: Adapting | None) -> Variant:
         if longest <= REACHES[0]:
@@ -179,31 +226,27 @@ class DecodeGraphs:
         tables = self._tables_BP[:size]
         return _Graph(None, DeviceRows(tokens, positions, slots, lengths, tables, variant.splits, None, adapted), seats)
 
-    def _graph(self, variant: Variant) -> _Graph:
-        graph = self._graphs.get(variant)
-        if graph is None:
-            graph = self._graphs[variant] = self._captured(self._views(variant))
-        return graph
-
-    def _captured(self, views: _Graph) -> _Graph:
-        if self._memory is None:
-            return views
+    def _compile(self, variant: Variant) -> None:
+        """Compile and load a variant's kernels, by one layer of a step that changes nothing."""
+        views = self._views(variant)
         _idle(views.rows)
         views.seats_B.fill_(self._feedback.idle)
+        self._compute(views, self._one_layer)
+
+    def _captured(self, views: _Graph) -> _Graph:
+        """Record the graph. Nothing runs, and nothing may compile: its kernels must have run before."""
         graph = torch.cuda.CUDAGraph()
         with self._products.fastest(len(views.seats_B)):
-            self._compute(views)  # compiles and loads kernels, which a capture must not
-            torch.cuda.current_stream().synchronize()
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            self._compute(views)
+            self._compute(views, self._decoder)
             graph.capture_end()
         return replace(views, graph=graph)
 
-    def _compute(self, views: _Graph) -> None:
+    def _compute(self, views: _Graph, decoder: TritonDecoder) -> None:
         size = len(views.seats_B)
         rows = replace(views.rows, tokens_T=self._feedback.known(views.rows.tokens_T, views.seats_B))
         logits_BV = self.logits_BV[:size]
-        logits_BV.copy_(self._decoder.logits(*self._decoder.forward(rows)))
+        logits_BV.copy_(decoder.logits(*decoder.forward(rows)))
         self._feedback.draw_best(logits_BV, views.seats_B, self.tokens_B[:size])
 
 

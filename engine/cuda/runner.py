@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +18,16 @@ from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.memory import PoolMemory
+from stencilpress.engine.messages import Sampling
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.triton_llama import TritonDecoder
-from stencilpress.engine.plan import RequestKey, Sampled, StepPlan
-from stencilpress.engine.sampler import only_best, sample, upload
+from stencilpress.engine.plan import Draw, RequestKey, Sampled, StepPlan
+from stencilpress.engine.sampler import draw, only_best, upload
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.sgmv.views import AdapterView
+
+REHEARSED = Sampling(temperature=1.0, top_p=0.9, logprobs=20)
+"""A draw that takes as much memory as any."""
 
 
 class CudaRunner:
@@ -55,6 +58,8 @@ class CudaRunner:
             ),
             device,
         )
+        self._limits = limits
+        self._max_rank = max_lora_rank
         self._adapter = adapter
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._rows = RowBuilder(
@@ -90,6 +95,20 @@ class CudaRunner:
             self._graphs.warm()
         self._wait()
 
+    @torch.inference_mode()
+    def rehearse(self) -> int:
+        """Take once the memory that the largest step and the largest graphs take; returns how many graphs there
+        will be."""
+        limits = self._limits
+        torch.cuda.synchronize()
+        with self._own_stream():
+            self._eager.warm()
+            graphs = self._graphs.rehearse()
+            draws = [Draw(REHEARSED, [0], 1, n) for n in range(limits.seats)]
+            logits_NV = self._eager.largest(limits.max_num_batched_tokens, len(draws), limits.max_loras, self._max_rank)
+            draw(logits_NV, [(0, n) for n in range(len(draws))], draws).read()
+        return graphs
+
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""
         return self.launch(plan)()
@@ -98,8 +117,7 @@ class CudaRunner:
     def launch(self, plan: StepPlan) -> Callable[[], list[Sampled]]:
         """Give a plan to the device; what is returned waits for it and gives :meth:`run`'s answer.
 
-        One more step may be launched before that: it starts from the tokens that this one draws. A step that draws by
-        more than the best logit has already ended when this returns.
+        One more step may be launched before that: it starts from the tokens that this one draws.
         """
         rows = self._rows.build(plan, self._adapter)
         with self._own_stream():
@@ -128,11 +146,10 @@ class CudaRunner:
         return logits_TV
 
     def _drawn(self, logits_NV: Tensor, rows: StepRows) -> Callable[[], list[Sampled]]:
-        """Draw now, on the current stream."""
-        sampled = sample(logits_NV, rows.keys, rows.draws)
-        tokens = np.array([draw.token for draw in sampled], dtype=np.int32)
-        self._feedback.keep(upload(tokens, logits_NV.device), upload(rows.draw_seats, logits_NV.device))
-        return lambda: sampled
+        """Draw by more than the best logit, on the current stream."""
+        drawn = draw(logits_NV, rows.keys, rows.draws)
+        self._feedback.keep(drawn.tokens_N, upload(rows.draw_seats, logits_NV.device))
+        return drawn.read
 
     def _reading(
         self, tokens_N: Tensor, places: Sequence[int], keys: Sequence[RequestKey]

@@ -57,16 +57,30 @@ class Generation:
         return self.prompt_tokens + sum(submit.max_tokens for submit in self.submits)
 
 
+async def find_route(services: Services, caller: Principal, request: GenerationRequest) -> Route:
+    """Resolve the model, or TGI's ``adapter_id`` in its place. A canary's users are told apart by ``user`` or key.
+
+    Raises :class:`ModelNotFoundError`, :class:`InvalidRequestError` when both fields name adapters.
+    """
+    model = request.model
+    if request.adapter_id is not None and request.adapter_id != model:
+        if model not in services.router.base.names:
+            raise InvalidRequestError("'adapter_id' and 'model' name different adapters.", param="adapter_id")
+        model = request.adapter_id
+    route = await services.router.resolve(caller.tenant_id, model, request.user or caller.key_id)
+    check_model(caller, model, route.adapter)
+    return route
+
+
 async def plan_generation(
     services: Services,
     caller: Principal,
+    route: Route,
     request: GenerationRequest,
     prompts: Sequence[list[int]],
     prompt_field: str,
 ) -> Generation:
-    """Resolve the model and check the request against the engine's limits. Raises an :class:`ApiError`."""
-    route = await services.router.resolve(caller.tenant_id, request.model)
-    check_model(caller, request.model, route.adapter)
+    """Check the request against the engine's limits. Raises an :class:`ApiError`."""
     limits = Limits.of(engine_welcome(services), services.settings.default_max_tokens, caller.limits)
     stop_ids = stop_ids_of(request, limits)
     template = Submit(
@@ -79,7 +93,8 @@ async def plan_generation(
         tenant=caller.tenant_id,
         weight=caller.limits.weight,
         salt=caller.salt,
-        max_wait_ms=round(services.settings.max_wait_s * 1000),
+        priority=-(request.priority or 0),  # clients count as vLLM does: the lower, the earlier
+        max_wait_ms=_max_wait_ms(request.max_wait_ms, services.settings.max_wait_s),
     )
     submits: list[Submit] = []
     for prompt in prompts:
@@ -93,6 +108,12 @@ async def plan_generation(
         template.sampling.logprobs >= 0,
     )
     return Generation(route.echo, submits, rules, request.n or 1, caller, route)
+
+
+def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
+    """The shorter of what the caller and the operator allow; 0 if neither limits it."""
+    limits = [limit_ms for limit_ms in (asked_ms or 0, round(allowed_s * 1000)) if limit_ms]
+    return min(limits, default=0)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:
@@ -210,9 +231,11 @@ async def answers(
         )
         opened = OpenAnswers(services, charge, active)
         try:
-            for index, submit in enumerate(generation.submits):
-                opened.each.append(await _submit(services, submit, index, generation.rules))
-            yield opened
+            first = generation.submits[0]
+            async with services.using(first.adapter, first.tenant):
+                for index, submit in enumerate(generation.submits):
+                    opened.each.append(await _submit(services, submit, index, generation.rules))
+                yield opened
         except BaseException as error:
             charge.note(error)
             raise

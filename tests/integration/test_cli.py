@@ -226,7 +226,7 @@ def test_a_refusal_is_one_clear_line_and_exit_code_1(cli: Cli, arguments: list[s
         (["key", "set", "ab12cd34ef56"], "nothing to change"),
         (["serve", "--port", "99999"], "'--port' (env var: 'STENCILPRESS_PORT'): 99999 is not in the range"),
         (["serve", "--threads", "1000000"], "Expected `int` <= 1024 - at STENCILPRESS_THREADS"),
-        (["serve", "--max-loras", "0"], "Expected `int` >= 1 - at STENCILPRESS_MAX_LORAS"),
+        (["serve", "--max-lora-rank", "0"], "Expected `int` >= 1 - at STENCILPRESS_MAX_LORA_RANK"),
         (["serve", "--device", "abacus"], "STENCILPRESS_DEVICE"),
         (["tenant", "list", "--database-url", "mysql://x"], "STENCILPRESS_DATABASE_URL: 'mysql' is not supported"),
         (["adapter", "add", "/nowhere", "--tenant", "a", "--name", "b"], "does not exist"),

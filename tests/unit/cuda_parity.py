@@ -29,6 +29,7 @@ ADAPTERS = (
     {"r": 20, "lora_alpha": 20, "target_modules": ALL},
 )
 GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=1.5, top_p=0.95, seed=7, logprobs=3)
 
 
 class _Sequence:
@@ -38,9 +39,9 @@ class _Sequence:
         self.number, self.adapter, self.tokens, self.pages = number, adapter, tokens, pages
         self.done = 0
 
-    def chunk(self, length: int) -> Chunk:
+    def chunk(self, length: int, sampling: Sampling = GREEDY) -> Chunk:
         start, self.done = self.done, self.done + length
-        draw = Draw(GREEDY, self.tokens[: self.done], 1, self.done)
+        draw = Draw(sampling, self.tokens[: self.done], 1, self.done)
         return Chunk((0, self.number), self.number, start, tuple(self.tokens[start : self.done]), self.pages, draw)
 
 
@@ -81,13 +82,15 @@ def check_rows(device: torch.device, folder: Path) -> None:
     decodes_first = torch.cat([rows[i] for i in sorted(range(len(order)), key=lambda i: len(order[i].tokens) > 1)])
     torch.testing.assert_close(ours.logits(plan).cpu(), decodes_first, rtol=1e-4, atol=1e-4)
 
-    first = _plan(3, [(s, s.chunk(1)) for s in sequences[:2]])
-    drawn = _tokens(theirs.run(first))
-    ahead = _plan(4, [(s, s.chunk(1)) for s in sequences[:2]])
-    pending = [_with_tokens(segment, lambda _: PENDING) for segment in ahead.segments]
-    known = [_with_tokens(segment, lambda key: drawn[key]) for segment in ahead.segments]
-    results = [ours.launch(first), ours.launch(StepPlan(4, tuple(pending)))]
-    assert [_tokens(result()) for result in results] == [drawn, _tokens(theirs.run(StepPlan(4, tuple(known))))]
+    for number, (first_by, then_by) in enumerate([(GREEDY, GREEDY), (GREEDY, SAMPLED), (SAMPLED, SAMPLED)]):
+        first = _plan(2 * number + 3, [(s, s.chunk(1, first_by)) for s in sequences[:2]])
+        drawn = _tokens(theirs.run(first))
+        ahead = _plan(2 * number + 4, [(s, s.chunk(1, then_by)) for s in sequences[:2]])
+        pending = [_with_tokens(segment, lambda _: PENDING) for segment in ahead.segments]
+        known = [_with_tokens(segment, drawn.__getitem__) for segment in ahead.segments]
+        results = [ours.launch(first), ours.launch(StepPlan(ahead.number, tuple(pending)))]
+        then = _tokens(theirs.run(StepPlan(ahead.number, tuple(known))))
+        assert [_tokens(result()) for result in results] == [drawn, then]
     for loader in loaders:
         loader.close()
 

@@ -1,30 +1,43 @@
-"""What an accelerator keeps free beside the pool."""
+"""How large the pool is, and settings that depend on the device."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
-from stencilpress.engine.memory import step_bytes
-from stencilpress.engine.settings import EngineSettings
-from stencilpress.engine.spec import ModelSpec, Rope
+import pytest
+import torch
+
+from stencilpress.engine.memory import CPU_POOL_BYTES, allocate_pool
+from stencilpress.engine.settings import EngineSettings, SettingsError, suit_device
+from stencilpress.engine.spec import ModelSpec, Rope, page_geometry
 
 SPEC = ModelSpec(
     family="llama", base_id="x", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=16, max_position=64, rms_norm_eps=1e-5, rope=Rope(1e4), tied_embeddings=False,
     qkv_bias=False, o_bias=False, qk_norm=False, eos_ids=(), dtype="bfloat16",
 )  # fmt: skip
-SETTINGS = EngineSettings(model_dir="", adapters_dir="", max_num_seqs=4, max_num_batched_tokens=8, max_lora_rank=16)
+GEOMETRY = page_geometry(SPEC, 16)
 
 
-def test_a_step_is_sized_by_its_rows_draws_and_adapters() -> None:
-    rows = 2 * 8 * (3 * 128 + 4 * 64 + 3 * (64 + 2 * 32)) * 2
-    logits = 4 * 1000 * (2 + 32)
-    addresses = 16 * 2 * 4 * 4 * 16
-    assert step_bytes(SPEC, SETTINGS) == rows + logits + addresses
+def _settings(**given: Any) -> EngineSettings:
+    return EngineSettings(model_dir="", adapters_dir="", **given)
 
 
-def test_every_seat_is_a_row_of_a_step() -> None:
-    assert step_bytes(SPEC, SETTINGS) < step_bytes(replace(SPEC, vocab_size=1001), SETTINGS)
-    few = EngineSettings(model_dir="", adapters_dir="", max_num_seqs=8, max_num_batched_tokens=4, max_lora_rank=16)
-    many = EngineSettings(model_dir="", adapters_dir="", max_num_seqs=8, max_num_batched_tokens=8, max_lora_rank=16)
-    assert step_bytes(SPEC, few) == step_bytes(SPEC, many)
+def test_the_pool_is_whole_pages_of_what_is_set() -> None:
+    memory = allocate_pool(SPEC, GEOMETRY, _settings(pool_bytes=5 * GEOMETRY.page_bytes + 1), torch.device("cpu"))
+    assert memory.num_pages == 5
+    assert memory.flat.dtype == torch.bfloat16
+    with pytest.raises(SettingsError, match="STENCILPRESS_POOL_BYTES is less than two pages"):
+        allocate_pool(SPEC, GEOMETRY, _settings(pool_bytes=2 * GEOMETRY.page_bytes - 1), torch.device("cpu"))
+
+
+def test_a_cpu_s_pool_has_a_bound() -> None:
+    memory = allocate_pool(SPEC, GEOMETRY, _settings(), torch.device("cpu"))
+    assert 2 <= memory.num_pages <= CPU_POOL_BYTES // GEOMETRY.page_bytes
+
+
+def test_zeros_become_what_suits_the_device_and_nothing_else_changes() -> None:
+    cpu, gpu = suit_device(_settings(max_num_seqs=7), "cpu"), suit_device(_settings(max_loras=9), "cuda")
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens, cpu.max_loras) == (7, 512, 16)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.max_loras) == (256, 8192, 9)
+    assert cpu == _settings(max_num_seqs=7, max_num_batched_tokens=512, max_loras=16)

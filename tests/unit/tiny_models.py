@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -25,7 +25,7 @@ from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
 from stencilpress.engine.plan import Fetched, FetchOrder, Placed, PlaceOrder
 from stencilpress.engine.settings import EngineSettings
-from stencilpress.engine.spec import ModelSpec, load_spec, page_geometry
+from stencilpress.engine.spec import Dtype, ModelSpec, load_spec, page_geometry
 from stencilpress.kernels.sgmv.views import AdapterView
 
 if TYPE_CHECKING:
@@ -122,9 +122,11 @@ class Engine:
         return Runner(Decoder(self.spec, self.weights, self.spec.max_position), self.memory, adapter)
 
 
-def load_engine(model_dir: Path, pages: int, device: torch.device = CPU) -> Engine:
+def load_engine(
+    model_dir: Path, pages: int, device: torch.device = CPU, dtype: Dtype | Literal["auto"] = "auto"
+) -> Engine:
     """Load a model folder with a pool of so many pages, all NaN: nothing may be read before it is written."""
-    spec = load_spec(model_dir)
+    spec = load_spec(model_dir, dtype)
     geometry = page_geometry(spec, MAX_RANK)
     settings = EngineSettings(model_dir=str(model_dir), adapters_dir="", pool_bytes=pages * geometry.page_bytes)
     weights = load_weights(model_dir, spec, device)

@@ -1,0 +1,61 @@
+"""The base model of a GPU bench: a real shape with random weights, or any model folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.gpu_random import SHAPES, random_weights
+from stencilpress.engine.model.llama import Weights
+from stencilpress.engine.model.weights import load_weights
+from stencilpress.engine.spec import ModelSpec, load_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """``folder`` is None where weights are random."""
+
+    name: str
+    spec: ModelSpec
+    folder: Path | None = None
+
+    def weights(self, device: torch.device) -> Weights:
+        """On the device, in the spec's dtype."""
+        return (
+            random_weights(self.spec, device) if self.folder is None else load_weights(self.folder, self.spec, device)
+        )
+
+    def case(self, name: str) -> str:
+        """A case's name in result files: goals and peers' figures are for the first shape alone."""
+        return name if self.name == DEFAULT_SHAPE else f"{name} {self.name}"
+
+
+DEFAULT_SHAPE = next(iter(SHAPES))
+
+
+def add_base_options(options: argparse.ArgumentParser) -> None:
+    """``--shape`` and ``--model``."""
+    options.add_argument("--shape", choices=SHAPES, default=DEFAULT_SHAPE, help="random weights, made on the device")
+    options.add_argument("--model", type=Path, help="a model folder instead: config.json and safetensors")
+
+
+def chosen_base(options: argparse.Namespace) -> Base:
+    """What the options name. Raises ``SpecError`` for a folder that cannot be served."""
+    if options.model is None:
+        return Base(options.shape, SHAPES[options.shape])
+    folder = options.model if (options.model / "base.json").exists() else _with_id(options.model)
+    return Base(options.model.resolve().name, load_spec(folder), folder)
+
+
+def _with_id(folder: Path) -> Path:
+    """A folder of links to a model that was not pulled, with the id that it lacks."""
+    linked = Path(tempfile.mkdtemp(prefix="bench-model-"))
+    for file in folder.resolve().iterdir():
+        (linked / file.name).symlink_to(file)
+    (linked / "base.json").write_text(json.dumps({"id": folder.resolve().name}))
+    return linked

@@ -1,0 +1,92 @@
+"""``python -m bench punica``: Punica's text generation (arXiv 2310.18547; its benchmarks/bench_textgen_lora.py).
+
+All requests at once, 32 run; rank 16 on all seven linears; how many adapters, and how popular each is, must not matter.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+
+from bench.gpu_cases import PROBES, Bench, gpu_bench, gpu_parser, prompts, proved_engine, random_loader
+from bench.gpu_engine import GpuEngine, Serving
+from bench.gpu_random import ALL7, AdapterKind, RandomImages
+from bench.results import Result, record
+
+SEATS, LONGEST = 32, 2048
+SEED = 0xABCDABCD987
+POPULARITIES = ("identical", "skewed", "uniform", "distinct")
+
+
+def lengths(count: int) -> list[tuple[int, int]]:
+    """Tokens in and out of each request, as Punica's RequestSet draws them."""
+    rng = np.random.Generator(np.random.PCG64(seed=SEED))
+    inputs = np.clip(rng.lognormal(0.8, size=count) * 18 - 1, 1, LONGEST - 2).astype(int)
+    totals = np.maximum(inputs + 2, rng.integers(0, LONGEST, count))
+    return [(int(n), int(total - n)) for n, total in zip(inputs, totals, strict=True)]
+
+
+def adapters(popularity: str, count: int) -> list[int]:
+    """The adapter of each request, shuffled."""
+    if popularity == "identical":
+        found = [0] * count
+    elif popularity == "distinct":
+        found = list(range(count))
+    elif popularity == "uniform":
+        found = [i % math.ceil(math.sqrt(count)) for i in range(count)]
+    else:
+        sizes: list[int] = []
+        while sum(sizes) < count:
+            sizes.append(min(int(1.5 ** len(sizes)), count - sum(sizes)))
+        found = [adapter for adapter, size in enumerate(sizes) for _ in range(size)]
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+def kind_of(adapter: int) -> AdapterKind:
+    return AdapterKind(f"punica-{adapter}", 16, ALL7)
+
+
+def measure(bench: Bench, engine: GpuEngine, images: RandomImages, popularity: str, count: int) -> Result:
+    """Tokens in and out a second."""
+    digests = (
+        [kind_of(adapter).digest for adapter in adapters(popularity, count)] if popularity != "base" else [""] * count
+    )
+    shapes = lengths(count)
+    total = sum(n + new for n, new in shapes)
+    samples = []
+    for turn in range(bench.repeats):
+        engine.use(random_loader(bench.base, images), len(images.kinds))
+        longest = prompts(engine.spec, count, LONGEST, turn)
+        given = [prompt[:n] for prompt, (n, _) in zip(longest, shapes, strict=True)]
+        run = engine.serve(given, digests, [new for _, new in shapes])
+        samples.append(total / run.total_s)
+    settings = {"requests": count, "adapters": len(set(digests)) if digests[0] else 0, "batch": SEATS}
+    found = bench.result(popularity, "tok_s", "tok/s", samples, settings=settings)
+    print(f"{popularity:10} {found.value:8.0f} tok/s {found.spread} {settings}", flush=True)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Measure the base and the four popularities in one engine."""
+    parser = gpu_parser("punica")
+    parser.add_argument("--requests", type=int, default=1024)
+    options = parser.parse_args(arguments)
+    bench = gpu_bench("punica", options)
+    kinds = [kind_of(adapter) for adapter in range(options.requests)]
+    images = RandomImages(bench.base.spec, [*PROBES, *kinds], torch.device("cuda"))
+    engine = proved_engine(
+        bench.base, images, Serving(seats=SEATS, tokens=8192, max_loras=SEATS, max_model_len=LONGEST + 64)
+    )
+    results = [measure(bench, engine, images, name, options.requests) for name in ("base", *POPULARITIES)]
+    values = [result.value for result in results[1:]]
+    print(
+        f"the slowest popularity has {min(values) / max(values):.3f} of the fastest's throughput, goal 0.95", flush=True
+    )
+    engine.close()
+    if options.record:
+        record(results, ("torch", "triton"))
+    return 0

@@ -1,0 +1,120 @@
+"""``python -m bench slora``: S-LoRA's synthetic workload (arXiv 2311.03285, benchmarks/trace.py) at this GPU's rate.
+
+Requests come as a Gamma process; adapters by a power law (alpha 1: uniform), lengths from 8 to 511 in and out, ranks
+64, 32, 16 and 8 in turn by adapter, q, k, v and o. The rate is 1.1 times what the base sustains on the same requests.
+Throughput is completions over the time until all have ended. Only adapters that are drawn exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bench.gpu_cases import PROBES, Bench, gpu_bench, gpu_parser, proved_engine, random_loader
+from bench.gpu_engine import GpuEngine, Serving
+from bench.gpu_random import AdapterKind, RandomImages
+from bench.results import Result, record
+
+COUNTS = (5, 100, 1000, 2000)
+RANKS = (64, 32, 16, 8)
+LENGTHS = (8, 512)
+SEED, ALPHA, CV = 42, 1.0, 1.0
+OVERLOAD = 1.1
+GOAL = 0.97
+"""Of five adapters' throughput, with two thousand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival. ``adapters`` are numbers below the count of adapters."""
+
+    adapters: list[int]
+    prompts: list[list[int]]
+    new_tokens: list[int]
+    gaps: list[float]
+
+    def arrivals_s(self, rate: float) -> list[float]:
+        """At so many requests a second."""
+        return list(np.cumsum(self.gaps) / rate)
+
+
+def make_trace(count: int, adapters: int, vocab_size: int) -> Trace:
+    """As S-LoRA's generator draws it: adapters, lengths in, lengths out, gaps (here of mean one)."""
+    rng = np.random.RandomState(SEED)
+    numbers = (adapters * rng.power(ALPHA, size=count)).astype(int)
+    inputs, outputs = rng.randint(*LENGTHS, count), rng.randint(*LENGTHS, count)
+    gaps = rng.gamma(1 / CV**2, CV**2, count)
+    prompts = [rng.randint(0, vocab_size, n).tolist() for n in inputs]
+    return Trace(numbers.tolist(), prompts, outputs.tolist(), gaps.tolist())
+
+
+def kind_of(adapter: int) -> AdapterKind:
+    return AdapterKind(f"slora-{adapter}", RANKS[adapter % len(RANKS)])
+
+
+def serve(engine: GpuEngine, trace: Trace, digests: list[str], rate: float) -> tuple[float, float]:
+    """Requests a second, and the mean time to the first token, at ``rate``; all at once if it is 0."""
+    arrivals = trace.arrivals_s(rate) if rate else [0.0] * len(digests)
+    run = engine.serve(trace.prompts, digests, trace.new_tokens, arrivals_s=arrivals)
+    waits = [times[0] - arrivals[i] for i, times in run.times_s.items()]
+    return len(digests) / run.total_s, float(np.mean(waits))
+
+
+def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int) -> list[Result]:
+    """The base flat out, the base at the rate, then each number of adapters."""
+    spec = bench.base.spec
+    trace = make_trace(count, 1, spec.vocab_size)
+    base = [""] * count
+    engine.use(random_loader(bench.base, images), 1)
+    serve(engine, trace, base, 0)
+    sustained, _ = serve(engine, trace, base, 0)
+    rate = OVERLOAD * sustained
+    print(f"the base sustains {sustained:.2f} requests a second; {count} come at {rate:.2f}", flush=True)
+    results: list[Result] = []
+    for adapters in (0, *COUNTS):
+        trace = make_trace(count, max(1, adapters), spec.vocab_size)
+        digests = [kind_of(a).digest for a in trace.adapters] if adapters else base
+        samples, first_s = [], []
+        for turn in range(bench.repeats + 1):
+            engine.use(random_loader(bench.base, images), len(images.kinds))
+            if adapters:
+                engine.host(digests)
+            found = serve(engine, trace, digests, rate)
+            if turn:
+                samples.append(found[0])
+                first_s.append(found[1])
+        settings = {
+            "rate": round(rate, 3),
+            "requests": count,
+            "drawn": len(set(digests)),
+            "ttft_mean_s": round(float(np.median(first_s)), 3),
+        }
+        result = bench.result(
+            f"n-{adapters}" if adapters else "base", "req_s", "req/s", samples, floor=None, settings=settings
+        )
+        ratio = result.value / results[1].value if adapters > COUNTS[0] else 1.0
+        print(f"{result.case:8} {result.value:7.3f} req/s {result.spread} {settings}, {ratio:.3f} of n-5", flush=True)
+        results.append(result)
+    print(
+        f"{COUNTS[-1]} adapters have {results[-1].value / results[1].value:.3f} of five's throughput, goal {GOAL}",
+        flush=True,
+    )
+    return results
+
+
+def main(arguments: list[str]) -> int:
+    """Measure all numbers of adapters in one engine."""
+    parser = gpu_parser("slora")
+    parser.add_argument("--requests", type=int, default=1000)
+    options = parser.parse_args(arguments)
+    bench = gpu_bench("slora", options)
+    drawn = {a: None for n in COUNTS for a in make_trace(options.requests, n, 2).adapters}
+    images = RandomImages(bench.base.spec, [*PROBES, *map(kind_of, drawn)], torch.device("cuda"))
+    engine = proved_engine(bench.base, images, Serving(max_model_len=2 * LENGTHS[1], max_loras=256))
+    results = measure(bench, engine, images, options.requests)
+    engine.close()
+    if options.record:
+        record(results, ("torch", "triton"))
+    return 0

@@ -1,0 +1,48 @@
+"""What transformers and PEFT compute on the same GPU for one sequence, in the served dtype's weights."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+
+class Reference:
+    """A model folder, with an adapter or without: weights rounded to bfloat16, computed in float32 or in bfloat16."""
+
+    def __init__(self, model_dir: Path, adapter_dir: Path | None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers and PEFT warn of each other's deprecations
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.bfloat16, attn_implementation="eager"
+            )
+            if adapter_dir is not None:
+                model = PeftModel.from_pretrained(model, adapter_dir, autocast_adapter_dtype=False)
+        self._model = model.to("cuda", torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], dtype: torch.dtype) -> Tensor:
+        """(T, V) float32."""
+        logits: Tensor = self._model.to(dtype)(torch.tensor([tokens], device="cuda")).logits[0].float()
+        return logits
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    return float(torch.linalg.norm(got.float() - want) / torch.linalg.norm(want))
+
+
+def check_greedy(reference: Reference, prompt: list[int], text: list[int]) -> int:
+    """Fail unless each token is the reference's best, or the two logits are as close as bfloat16's error makes them.
+    Returns how many were ties: a random model has several, in transformers' own bfloat16 up to one in five tokens."""
+    logits = reference.logits([*prompt, *text], torch.float32)[len(prompt) - 1 : -1]
+    best = logits.max(-1).values
+    chosen = logits[torch.arange(len(text)), torch.tensor(text, device=logits.device)]
+    gaps = best - chosen
+    assert float(gaps.max()) < 0.03 * float(logits.std()) + 0.03 * float(best.abs().max()), gaps.tolist()
+    return int((gaps > 0).sum())
