@@ -12,7 +12,7 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from types import TracebackType
@@ -136,9 +136,9 @@ class Engines:
         says = (client.keep(*share) for client, share in zip(self._clients, shares, strict=True))
         return list(await asyncio.gather(*map(_soon, says)))
 
-    async def forget(self, adapter: str) -> None:
-        """Tell every engine that a version is deleted: none keeps memory for it once its last request has ended."""
-        await asyncio.gather(*(_soon(client.forget(adapter)) for client in self._clients))
+    async def forget(self, digests: Iterable[str]) -> None:
+        """Tell every engine that versions are deleted: none keeps memory for them once their last request has ended."""
+        await asyncio.gather(*(_soon(client.forget(digest)) for digest in set(digests) for client in self._clients))
 
     @property
     def open_requests(self) -> Sequence[int]:

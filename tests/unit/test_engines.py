@@ -141,7 +141,7 @@ async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywher
         mine = [one for one in digests if ranking(one, COUNT)[0] == index]
         [keep] = fake.keeps
         assert [*keep.pinned, *keep.preloaded] == mine
-    await fleet.engines.forget(digests[0])
+    await fleet.engines.forget([digests[0]])
     assert [fake.forgotten for fake in fleet.fakes] == [[digests[0]]] * COUNT
     fleet.fakes[1].crash()
     await fleet.ready(COUNT - 1)
