@@ -72,7 +72,7 @@ async def move_alias(
             return Alias(name, alias, target, row.move_id, row.updated_at, changed=False)
         parent = row.move_id if row is not None else None
         audit(session, actor, "alias.move", _subject(adapter, alias), _facts(before), _facts(target))
-        return await _apply(session, adapter, alias, target, _Move("move", parent, actor, reason))
+        return await _apply(session, adapter, alias, target, _Cause("move", parent, actor, reason))
 
 
 async def roll_back(
@@ -97,16 +97,15 @@ async def roll_back(
         if row is None:
             raise NotFoundError(f"alias: {name}@{alias} does not exist", param="alias")
         _check_expected(name, alias, row, expected)
-        move = await session.get(AliasMoveRow, row.move_id) if row.move_id else None
-        earlier = await session.get(AliasMoveRow, move.parent_id) if move is not None and move.parent_id else None
+        earlier = await _parent(session, await _move(session, row, row.move_id), row)
         while earlier is not None and not await _stands(session, adapter.id, _target_of(earlier)):
-            earlier = await session.get(AliasMoveRow, earlier.parent_id) if earlier.parent_id else None
+            earlier = await _parent(session, earlier, row)
         target = _target_of(earlier) if earlier is not None else None
         if earlier is None or target is None:
             raise ConflictError(f"alias: {name}@{alias} has no earlier state to go back to", param="alias")
         before = _facts(await _state(session, row))
         audit(session, actor, "alias.rollback", _subject(adapter, alias), before, _facts(target))
-        return await _apply(session, adapter, alias, target, _Move("rollback", earlier.parent_id, actor, reason))
+        return await _apply(session, adapter, alias, target, _Cause("rollback", earlier.parent_id, actor, reason))
 
 
 async def remove_alias(
@@ -123,7 +122,7 @@ async def remove_alias(
         audit(session, actor, "alias.remove", _subject(adapter, alias), _facts(await _state(session, row)))
         await _set_canary(session, adapter.id, alias, None)
         await session.delete(row)
-        session.add(_move_row(adapter.id, alias, None, _Move("remove", row.move_id, actor)))
+        session.add(_move_row(adapter.id, alias, None, _Cause("remove", row.move_id, actor)))
 
 
 async def list_moves(
@@ -175,7 +174,7 @@ async def point_first(session: AsyncSession, adapter: AdapterRow, number: int, a
     if before != target:
         parent = row.move_id if row is not None else None
         audit(session, actor, "alias.move", _subject(adapter, DEFAULT_ALIAS), _facts(before), _facts(target))
-        await _apply(session, adapter, DEFAULT_ALIAS, target, _Move("move", parent, actor))
+        await _apply(session, adapter, DEFAULT_ALIAS, target, _Cause("move", parent, actor))
     return True
 
 
@@ -202,7 +201,7 @@ async def require_smoke(session: AsyncSession, adapter_id: int, numbers: set[int
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _Cause:
     """How a state came about; ``parent`` is the move to which a rollback goes."""
 
     kind: str
@@ -211,7 +210,7 @@ class _Move:
     reason: str = ""
 
 
-async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Move) -> Alias:
+async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Cause) -> Alias:
     made = _move_row(adapter.id, alias, target, move)
     session.add(made)
     await session.flush()
@@ -223,7 +222,7 @@ async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target:
     return Alias(adapter.name, alias, target, made.id, made.at)
 
 
-def _move_row(adapter_id: int, alias: str, target: AliasTarget | None, move: _Move) -> AliasMoveRow:
+def _move_row(adapter_id: int, alias: str, target: AliasTarget | None, move: _Cause) -> AliasMoveRow:
     canary = target.canary if target is not None else None
     return AliasMoveRow(
         adapter_id=adapter_id,
@@ -252,6 +251,16 @@ def _facts(target: AliasTarget | None) -> dict[str, Any] | None:
         "version": target.version,
         "canary": None if canary is None else {"version": canary.version, "percent": canary.percent},
     }
+
+
+async def _move(session: AsyncSession, alias: AliasRow, move_id: int | None) -> AliasMoveRow | None:
+    """A move of this alias; an alias that was imported names one that stayed behind."""
+    move = await session.get(AliasMoveRow, move_id) if move_id else None
+    return move if move is not None and (move.adapter_id, move.alias) == (alias.adapter_id, alias.name) else None
+
+
+async def _parent(session: AsyncSession, move: AliasMoveRow | None, alias: AliasRow) -> AliasMoveRow | None:
+    return await _move(session, alias, move.parent_id) if move is not None else None
 
 
 async def _set_canary(session: AsyncSession, adapter_id: int, alias: str, canary: Canary | None) -> None:

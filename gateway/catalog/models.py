@@ -215,7 +215,7 @@ class CanaryRow(Table):
         CheckConstraint("percent BETWEEN 1 AND 100", "percent_range"),
     )
 
-    adapter_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True, autoincrement=False)
     alias: Mapped[str] = mapped_column(String(63), primary_key=True)
     version: Mapped[int]
     percent: Mapped[int]

@@ -24,6 +24,7 @@ def upgrade() -> None:
         sa.Column("version", sa.Integer, nullable=False),
         sa.Column("percent", sa.Integer, nullable=False),
         sa.PrimaryKeyConstraint("adapter_id", "alias", name="pk_canaries"),
+        sa.ForeignKeyConstraint(["adapter_id"], ["adapters.id"], name="fk_canaries_adapter_id"),
         sa.ForeignKeyConstraint(
             ["adapter_id", "alias"], ["aliases.adapter_id", "aliases.name"], name="fk_canaries_adapter_id_alias"
         ),
