@@ -20,6 +20,7 @@ from aiohttp import WSCloseCode, web
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.client import EngineClient
+from stencilpress.engine.heartbeat import Heartbeat
 from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
@@ -55,6 +56,9 @@ BACKLOG = 4096
 """Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
 drops what comes on top, which then waits a second."""
 TOKENIZER_THREADS = 2
+BEAT_S = 1.0
+HANG_LIMIT_S = 30.0
+"""A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
 
@@ -104,10 +108,19 @@ async def _serve(settings: GatewaySettings) -> int:
             renewal = asyncio.create_task(keep_certificate(context, settings))
             stack.callback(renewal.cancel)
         await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
+        heart = asyncio.create_task(_beat(Heartbeat(settings.heartbeat_fd, settings.hang_limit_s or HANG_LIMIT_S)))
+        stack.callback(heart.cancel)
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
+
+
+async def _beat(heartbeat: Heartbeat) -> None:
+    """Show that the loop turns, until cancelled."""
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 @asynccontextmanager

@@ -40,6 +40,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate chain in PEM; with it the port speaks TLS alone."""
     tls_key: str = ""
     """Its private key in PEM."""
+    hang_limit_s: Annotated[float, Meta(ge=0)] = 0.0
+    """The engines' setting too: longest time between two turns of the loop; 0 takes 30 s."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
     adapters_dir: str = ""
@@ -91,5 +93,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the sockets at which all gateways tell their metrics, in order, separated by commas."""
     peer_fd: int = -1
     """Listening Unix socket of that kind, inherited from the supervisor."""
+    heartbeat_fd: int = -1
+    """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""

@@ -83,7 +83,7 @@ def cases(capability: int) -> Iterator[Case]:
             (Tile(64, 16), 256, 256),
             (Tile(64, 64), 32, 32),
         ):
-            cut = choose_cut(shape, tile, blocks, items, hopper=capability >= 90)
+            cut = choose_cut(shape, tile, blocks, items, warp_groups=capability == 90)
             label = f"{name}-{tile.rows}x{tile.ranks}-{blocks}-{items}"
             if tile.rows == 1:
                 options = {"num_warps": cut.warps, "maxnreg": cut.registers}
