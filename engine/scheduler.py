@@ -147,7 +147,7 @@ class Scheduler:
 
     def forget(self, adapter: str) -> int:
         """An adapter is no more. Returns the pages that running requests hold of it, and of its common prefixes."""
-        return self._residency.forget(adapter) + self._prefixes.forget(adapter)
+        return self._seats.forget(adapter)
 
     # Steps
 
