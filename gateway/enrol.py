@@ -13,6 +13,7 @@ from stencilpress.engine.image_format import image_name
 from stencilpress.engine.spec import load_spec
 from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular
 from stencilpress.gateway.catalog.adapters import add_version, list_digests
 from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits
@@ -71,6 +72,31 @@ class Enrolment:
                 await _receive(staging, folder / file)
             return await self.add_staged(
                 staging, name, tenant_id, limits, assert_base=assert_base, promote=promote, actor=actor
+            )
+
+    async def add_archive(
+        self,
+        archive: Path,
+        name: str,
+        tenant_id: int,
+        limits: TenantLimits,
+        *,
+        assert_base: bool = False,
+        promote: bool | None = None,
+        actor: Actor = SYSTEM,
+    ) -> AddedVersion:
+        """Add a zip or tar of an adapter. Raises as :meth:`add_folder`."""
+        async with self.stage(name, tenant_id, limits) as staging:
+            await _receive(staging, archive, ARCHIVE_NAME)
+            return await self.add_staged(
+                staging,
+                name,
+                tenant_id,
+                limits,
+                archive=ARCHIVE_NAME,
+                assert_base=assert_base,
+                promote=promote,
+                actor=actor,
             )
 
     @asynccontextmanager
@@ -140,9 +166,9 @@ class Enrolment:
         return verdict
 
 
-async def _receive(staging: Staging, path: Path) -> None:
+async def _receive(staging: Staging, path: Path, name: str = "") -> None:
     try:
-        await staging.receive(path.name, _chunks(path))
+        await staging.receive(name or path.name, _chunks(path))
     except UploadError as error:
         raise InvalidRequestError(f"{path.name}: {error}", param=path.name, code=error.code) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from stencilpress.gateway.access import EVERYTHING, Role, Scopes
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
+from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.quota.plan import UNLIMITED, Quota
 
@@ -240,3 +241,11 @@ class Adapter:
     moves: Mapping[str, int] = field(default_factory=dict)
     """By alias the ``move_id`` in effect."""
     deleted_at: datetime | None = None
+
+
+def find_version_of(adapter: Adapter, number: int) -> Version:
+    """Raises :class:`NotFoundError`."""
+    for version in adapter.versions:
+        if version.number == number:
+            return version
+    raise NotFoundError(f"version: {adapter.name}@{number} does not exist", param="version")

@@ -15,6 +15,7 @@ import pytest
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.fakes.engine import Options
 from tests.integration.admin_client import AdminClient, admin_client
@@ -392,3 +393,61 @@ async def test_tgis_adapter_id_names_an_adapter(gateway: Gateway) -> None:
     for model, adapter, wanted in (("pirate", "pirate@2", 400), ("base", "nobody", 404)):
         body = {"model": model, "adapter_id": adapter, "prompt": "a"}
         assert (await gateway.post("/v1/completions", body))[0] == wanted
+
+
+# --- vLLM's routes -------------------------------------------------------------------------------------------
+
+
+async def lora(gateway: Gateway, key: str, verb: str, **body: Any) -> tuple[int, str]:
+    headers = {"Authorization": f"Bearer {key}"}
+    data = io.BytesIO(json.dumps(body).encode())
+    async with gateway.http.post(f"{gateway.url}/v1/{verb}_lora_adapter", data=data, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def test_vllms_routes_load_and_unload(tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    for seed, name in enumerate(("first", "second")):
+        (shelf / name).mkdir(parents=True)
+        for file, content in files(seed).items():
+            (shelf / name / file).write_bytes(content)
+    async with running_gateway(tmp_path, lora_load_dir=str(shelf)) as gateway:
+        token = (await issue_key(gateway.services.db, "demo", role=Role.OPERATOR)).token
+        loaded = await lora(gateway, token, "load", lora_name="helper", lora_path="first")
+        assert loaded == (200, "Success: LoRA adapter 'helper' added successfully.")
+        assert await model_of(gateway, "helper") == "helper@1"
+        again = {"lora_name": "helper", "lora_path": str(shelf / "second")}
+        assert (await lora(gateway, token, "load", **again))[0] == 400
+        assert (await lora(gateway, token, "load", **again, load_inplace=True))[0] == 200
+        assert await model_of(gateway, "helper") == "helper@2"
+        unloaded = await lora(gateway, token, "unload", lora_name="helper")
+        assert unloaded == (200, "Success: LoRA adapter 'helper' removed successfully.")
+        assert (await lora(gateway, token, "unload", lora_name="helper"))[0] == 404
+        assert (await gateway.post("/v1/completions", {"model": "helper", "prompt": "a"}))[0] == 404
+        (shelf / "first" / WEIGHTS_NAME).write_bytes(b"broken")
+        assert (await lora(gateway, token, "load", lora_name="helper", lora_path="first"))[0] == 422
+        assert (await gateway.post("/v1/completions", {"model": "helper", "prompt": "a"}))[0] == 404
+        assert (await lora(gateway, token, "load", **again))[0] == 200
+        assert await model_of(gateway, "helper") == "helper@2"
+        admin = (await issue_key(gateway.services.db, "demo", role=Role.ADMIN)).token
+        assert (await lora(gateway, admin, "load", **again, load_inplace=True))[0] == 403
+
+
+@pytest.mark.parametrize(
+    "path", ["..", "../model", "/etc", "link", "nothing", "first/../../model", "a\0b", "first/" + WEIGHTS_NAME]
+)
+async def test_nothing_outside_the_folder_is_loaded(tmp_path: Path, path: str) -> None:
+    (tmp_path / "shelf" / "first").mkdir(parents=True)
+    (tmp_path / "shelf" / "link").symlink_to(tmp_path)
+    async with running_gateway(tmp_path, lora_load_dir=str(tmp_path / "shelf")) as gateway:
+        token = (await issue_key(gateway.services.db, "demo", role=Role.OPERATOR)).token
+        status, text = await lora(gateway, token, "load", lora_name="helper", lora_path=path)
+        assert (status, json.loads(text)["error"]["param"]) == (400, "lora_path")
+        assert str(tmp_path) not in text
+
+
+async def test_vllms_routes_are_off_by_default(gateway: Gateway) -> None:
+    token = (await issue_key(gateway.services.db, "demo", role=Role.OPERATOR)).token
+    for verb in ("load", "unload"):
+        assert (await lora(gateway, token, verb, lora_name="pirate", lora_path="x"))[0] == 404
+    assert await model_of(gateway, "pirate") == "pirate@1"

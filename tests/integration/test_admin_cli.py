@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from click.testing import CliRunner
 
 from stencilpress.cli import main
 from stencilpress.gateway.access import Role
-from stencilpress.gateway.api.admin import adapters, aliases, uploads
 from stencilpress.gateway.api.admin.router import OPERATIONS
+from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.usage.record import UsageRow, new_key
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway
 
@@ -34,15 +36,38 @@ VERBS = {
     "change_key": "key set",
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
+    "list_usage": "usage list",
+    "list_tenant_requests": "usage requests",
+    "list_adapters": "adapter list",
+    "get_adapter": "adapter show",
+    "add_version": "adapter add",
+    "delete_adapter": "adapter delete",
+    "restore_adapter": "adapter restore",
+    "get_version": "version show",
+    "set_version_defaults": "version defaults",
+    "delete_version": "version delete",
+    "restore_version": "version restore",
+    "diff_versions": "version diff",
+    "run_smoke_prompts": "version smoke",
+    "list_smoke_runs": "version smoke-runs",
+    "get_smoke_prompts": "adapter prompts",
+    "set_smoke_prompts": "adapter set-prompts",
+    "get_alias": "alias show",
+    "move_alias": "alias move",
+    "roll_back_alias": "alias rollback",
+    "remove_alias": "alias remove",
+    "list_alias_moves": "alias history",
+    "list_shares": "adapter shares",
+    "share_adapter": "adapter share",
+    "unshare_adapter": "adapter unshare",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me"}
-"""The command has no key to tell of."""
-OF_ADAPTERS = {one.id for one in (*adapters.OPERATIONS, *aliases.OPERATIONS, *uploads.OPERATIONS)}
+WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
+"""The command has no key to tell of, and takes files as a whole."""
 
 Cli = Callable[..., Any]
 
@@ -72,7 +97,7 @@ def cli(gateway: Gateway, tmp_path: Path) -> Cli:
 
 
 def test_every_operation_has_a_verb() -> None:
-    assert {one.id for one in OPERATIONS} == VERBS.keys() | WITHOUT_VERB | OF_ADAPTERS
+    assert {one.id for one in OPERATIONS} == VERBS.keys() | WITHOUT_VERB
     for verb in VERBS.values():
         group, name = verb.split()
         commands = main.commands[group]
@@ -126,3 +151,122 @@ async def test_a_file_that_the_command_wrote_the_api_takes_and_gives(
             200,
             {"rows": {}, "skipped": ["demo", "other"], "digests": []},
         )
+
+
+async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
+    viewer = await admin_client(gateway, "demo", Role.VIEWER)
+    now = datetime.now(UTC)
+    await insert_usage(gateway.services.db, [request_row(now - timedelta(minutes=n), n) for n in range(5)])
+    await roll_up(gateway.services.db)
+    base, pirate = (await viewer("GET", "/tenants/demo/usage"))["data"]
+    assert (base["adapter"], base["requests"], base["prompt_tokens"]) == ("", 2, 10 + 30)
+    assert (pirate["adapter"], pirate["requests"], pirate["completion_tokens"]) == ("pirate", 3, 3 * 7)
+    assert pirate["ttft_ms"]["p50"] == pytest.approx(102, rel=0.05)
+    assert pirate["ttft_ms"]["p99"] == pytest.approx(104, rel=0.05)
+    assert await cli("usage", "list", "demo", "--json") == [base, pirate]
+    first = await viewer("GET", "/tenants/demo/usage?limit=1")
+    assert first["data"] == [base]
+    assert (await viewer("GET", f"/tenants/demo/usage?limit=1&after={first['next']}"))["data"] == [pirate]
+    requests = (await viewer("GET", "/tenants/demo/requests"))["data"]
+    assert [one["request_id"] for one in requests] == [f"req_{n}" for n in range(5)]
+    assert await cli("usage", "requests", "demo", "--json") == requests
+    page = await viewer("GET", "/tenants/demo/requests?limit=2")
+    assert (await viewer("GET", f"/tenants/demo/requests?limit=9&after={page['next']}"))["data"] == requests[2:]
+    assert (await (await admin_client(gateway, "other", Role.ADMIN))("GET", "/tenants/other/requests"))["data"] == []
+    span = "start=2026-01-01T00:00:00Z&end="
+    for query in (f"{span}2025-01-01T00:00:00Z", f"{span}2028-01-01T00:00:00Z", "start=yesterday", "period=year"):
+        refused = await viewer("GET", f"/tenants/demo/usage?{query}", status=400)
+        assert refused["error"]["param"] in ("start", "period")
+
+
+def request_row(admitted_at: datetime, number: int) -> UsageRow:
+    return UsageRow(
+        key=new_key(int(admitted_at.timestamp() * 1e9)),
+        request_id=f"req_{number}",
+        tenant_id=1,
+        key_id="kkkkkkkkkkkk",
+        adapter="" if number % 2 else "pirate",
+        version=0 if number % 2 else 1,
+        admitted_at=admitted_at,
+        finished_at=admitted_at,
+        status="completed",
+        error_code="",
+        prompt_tokens=10 * number,
+        cached_tokens=0,
+        completion_tokens=7,
+        undelivered_tokens=0,
+        ttft_ms=100.0 + number,
+        inter_token_ms=5.0,
+        queue_ms=1.0,
+        cold_start_ms=0.0,
+        duration_ms=200.0,
+        gaps=None,
+    )
+
+
+async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cli, tmp_path: Path) -> None:
+    demo, pirate = ("--tenant", "demo"), "/tenants/demo/adapters/pirate"
+    assert await cli("adapter", "show", "pirate", *demo, "--json") == await operator("GET", pirate)
+    moved = await cli(
+        "alias", "move", "pirate@prod", "1", "--canary", "2", "--percent", "10", "--expect", "1", *demo, "--json"
+    )
+    assert (
+        await operator("GET", f"{pirate}/aliases/prod")
+        == moved
+        == await cli("alias", "show", "pirate@prod", *demo, "--json")
+    )
+    assert (await cli("alias", "rollback", "pirate@prod", *demo)) == "pirate@prod is pirate@1\n"
+    history = await cli("alias", "history", "pirate@prod", *demo, "--json")
+    assert (await operator("GET", f"{pirate}/aliases/prod/history"))["data"] == history
+    assert [one["kind"] for one in history] == ["rollback", "move", "move"]
+    (tmp_path / "defaults.json").write_text('{"temperature": 0.5}')
+    changed = await cli("version", "defaults", "pirate@2", str(tmp_path / "defaults.json"), *demo, "--json")
+    assert (
+        await operator("GET", f"{pirate}/versions/2")
+        == changed
+        == await cli("version", "show", "pirate@2", *demo, "--json")
+    )
+    await cli("version", "delete", "pirate@2", *demo)
+    assert (await operator.raw("GET", f"{pirate}/versions/2"))[0] == 404
+    await cli("version", "restore", "pirate@2", *demo)
+    share = await cli("adapter", "share", "pirate", "other", *demo, "--json")
+    assert (
+        (await operator("GET", f"{pirate}/shares"))["data"]
+        == [share]
+        == await cli("adapter", "shares", "pirate", *demo, "--json")
+    )
+    await cli("adapter", "unshare", "pirate", "other", *demo)
+    (tmp_path / "prompts.json").write_text('{"prompts": [{"messages": [{"role": "user", "content": "abc"}]}]}')
+    suite = await cli("adapter", "set-prompts", "pirate", str(tmp_path / "prompts.json"), *demo, "--json")
+    assert (
+        await operator("GET", f"{pirate}/smoke-prompts")
+        == suite
+        == await cli("adapter", "prompts", "pirate", *demo, "--json")
+    )
+    assert await cli("version", "smoke-runs", "pirate@1", *demo, "--json") == []
+    await cli("adapter", "delete", "pirate", *demo)
+    assert (await operator.raw("GET", pirate))[0] == 404
+    await cli("adapter", "restore", "pirate", *demo)
+    await cli("alias", "move", "pirate@beta", "2", "--expect", "0", *demo)
+    await cli("alias", "remove", "pirate@beta", "--expect", "2", *demo)
+    entries = await cli("audit", "list", "--tenant", "demo", "--json")
+    assert [one["action"] for one in entries][:3] == ["alias.remove", "alias.move", "adapter.restore"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("alias", "move", "pirate@prod", "2", "--expect", "2"), "is not where you expected it"),
+        (("alias", "move", "pirate@prod", "9"), "pirate@9 does not exist"),
+        (("alias", "move", "pirate", "1"), "expected NAME@ALIAS"),
+        (("alias", "move", "pirate@prod", "1", "--canary", "2"), "--canary and --percent go together"),
+        (("version", "delete", "pirate@1"), "pirate@prod points at it"),
+        (("version", "smoke", "pirate@1"), "need a running server"),
+        (("adapter", "share", "pirate", "nobody"), "tenant: 'nobody' does not exist"),
+    ],
+)
+async def test_a_refused_verb_says_why(gateway: Gateway, tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    place = ("--data", str(tmp_path / "data"), "--database-url", gateway.services.settings.database_url)
+    result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--tenant", "demo", *place])
+    assert result.exit_code in (1, 2)
+    assert told in result.output

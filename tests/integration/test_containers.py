@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from stencilpress.gateway.settings import GatewaySettings
 from tests.integration.conftest import Cli
 from tests.integration.test_supervisor import eventually
 from tests.tiny import BASE_ID
+from tests.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -139,10 +141,23 @@ def ready(url: str) -> bool:
         return False
 
 
+@pytest.fixture
+def stores(postgresql_server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compose file's PostgreSQL and Valkey, for all commands."""
+    name = f"composed_{secrets.token_hex(6)}"
+    postgresql_server.psql(f"CREATE DATABASE {name}")
+    monkeypatch.setenv("STENCILPRESS_DATABASE_URL", postgresql_server.get_uri(database=name))
+    with running_valkey() as valkey:
+        monkeypatch.setenv("STENCILPRESS_QUOTA_STORE", valkey.connection_url)
+        yield
+    postgresql_server.psql(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.mark.timeout(120)
 def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
-    cli: Cli, data: Path, base_folder: Path, tmp_path: Path
+    cli: Cli, data: Path, stores: None, base_folder: Path, tmp_path: Path
 ) -> None:
+    """The compose file's services as plain processes."""
     cli("pull", base_folder, "--base-id", BASE_ID)
     cli("migrate")
     cli("tenant", "add", "acme")

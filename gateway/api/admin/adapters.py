@@ -10,9 +10,10 @@ from msgspec import Meta
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.adapter_views import AdapterView, ShareView, VersionView
-from stencilpress.gateway.api.admin.desk import desk_of, find_version_of, number_of
+from stencilpress.gateway.api.admin.desk import desk_of, number_of
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.catalog import adapters, lifecycle
+from stencilpress.gateway.catalog.records import find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InternalError
 from stencilpress.gateway.lifecycle.diff import Diff

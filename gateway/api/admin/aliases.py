@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -19,18 +20,13 @@ from stencilpress.gateway.api.admin.adapter_views import (
     SmokeSuiteView,
     alias_view,
 )
-from stencilpress.gateway.api.admin.desk import expectation, find_version_of, number_of
+from stencilpress.gateway.api.admin.desk import expectation, number_of
 from stencilpress.gateway.api.admin.operation import Call, Page, operation
 from stencilpress.gateway.catalog import adapters, aliases, lifecycle
-from stencilpress.gateway.catalog.records import AliasTarget, Expected, SmokeRun, Version
-from stencilpress.gateway.errors import (
-    ConflictError,
-    InvalidRequestError,
-    NotFoundError,
-    SmokeFailedError,
-    SmokeRequiredError,
-)
-from stencilpress.gateway.lifecycle.smoke import SmokePrompt, check_prompts, run_suite
+from stencilpress.gateway.catalog.records import Expected, SmokeRun, find_version_of
+from stencilpress.gateway.errors import InvalidRequestError, NotFoundError
+from stencilpress.gateway.lifecycle.gatekeeper import move_past_gate, run_for
+from stencilpress.gateway.lifecycle.smoke import check_prompts
 
 
 class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,25 +53,15 @@ async def move_alias(call: Call, body: AliasChange) -> AliasView:
     if expected == Expected():
         text = "expected_version: say where the alias points now, or send If-Match"
         raise InvalidRequestError(text, param="expected_version", code="missing_required_parameter")
-    for _ in range(len(aliases.numbers_of(body.target))):
-        try:
-            return await _move(call, body.target, expected, body.reason)
-        except SmokeRequiredError as error:
-            run = await _run(call, error.version)
-            if not run.passed:
-                raise SmokeFailedError(error.version, run.results) from None
-    return await _move(call, body.target, expected, body.reason)
-
-
-async def _move(call: Call, target: AliasTarget, expected: Expected, reason: str) -> AliasView:
-    moved = await aliases.move_alias(
+    moved = await move_past_gate(
         call.services.db,
         call.tenant.id,
         call.path("adapter"),
         call.path("alias"),
-        target,
+        body.target,
+        partial(_run, call),
         expected=expected,
-        reason=reason,
+        reason=body.reason,
         actor=call.actor,
     )
     return AliasView.of(moved)
@@ -152,20 +138,12 @@ async def list_smoke_runs(call: Call) -> Page[SmokeRunView]:
 async def _run(call: Call, number: int) -> SmokeRun:
     """Run the suite for a version and keep the outcome. Raises :class:`ConflictError` without one."""
     services, tenant, name = call.services, call.tenant, call.path("adapter")
-    adapter = await adapters.get_adapter(services.db, tenant.id, name)
-    version: Version = find_version_of(adapter, number)
-    suite = await lifecycle.get_suite(services.db, tenant.id, name)
-    if suite is None:
-        raise ConflictError(f"adapter: {name} has no smoke prompts", param="adapter")
-    if version.base_id != services.router.base.id:
-        raise ConflictError(f"version: {version.ref} is for another base than the one served here", param="version")
-    prompts = msgspec.convert(suite.prompts, list[SmokePrompt])
+    version = find_version_of(await adapters.get_adapter(services.db, tenant.id, name), number)
     async with services.using(version.digest, tenant.id):
-        passed, results = await run_suite(services.engine, services.tokenizer, tenant, version, prompts)
-    kept: list[dict[str, Any]] = msgspec.to_builtins(results)
-    return await lifecycle.record_run(
-        services.db, tenant.id, name, number, suite.revision, kept, passed=passed, actor=call.actor
-    )
+        base = services.router.base.id
+        return await run_for(
+            services.db, services.engine, services.tokenizer, tenant, name, number, base, actor=call.actor
+        )
 
 
 OPERATIONS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stencilpress.gateway.api.admin.operation import Call
-from stencilpress.gateway.catalog.records import Adapter, Expected, Version
+from stencilpress.gateway.catalog.records import Expected
 from stencilpress.gateway.errors import InvalidRequestError, NotFoundError, UnavailableError
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 
@@ -26,14 +26,6 @@ def number_of(call: Call) -> int:
     if not _NUMBER.fullmatch(text):
         raise NotFoundError(f"version: {text[:64]!r} does not exist", param="version")
     return int(text)
-
-
-def find_version_of(adapter: Adapter, number: int) -> Version:
-    """Raises :class:`NotFoundError`."""
-    for version in adapter.versions:
-        if version.number == number:
-            return version
-    raise NotFoundError(f"version: {adapter.name}@{number} does not exist", param="version")
 
 
 def expectation(call: Call, expected_version: int | None) -> Expected:
