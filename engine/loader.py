@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from stencilpress.engine.copies import copy_pieces
 from stencilpress.engine.image import (
     AdapterError,
     Image,
@@ -133,19 +134,17 @@ class Loader:
         table = slice_table(image.header, placed, pages)
         table_offset = pages[placed.table_page] * memory.geometry.page_elems + placed.table_offset
         payload, width = torch.from_numpy(image.payload), memory.geometry.dtype_bytes
+        table_bytes = torch.from_numpy(table).view(torch.uint8)
+        pieces = [(table_offset * width, table_bytes if self._stream is None else table_bytes.pin_memory())]
+        for page, run in zip(pages, placed.runs, strict=False):
+            source = payload[run.start * width : (run.start + run.elems) * width]
+            pieces.append((page * memory.geometry.page_bytes, source))
         with self._own_stream():
-            for page, run in zip(pages, placed.runs, strict=False):
-                self._copy(
-                    page * memory.geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width]
-                )
-            self._copy(table_offset * width, torch.from_numpy(table).view(torch.uint8))
+            copy_pieces(self._pool_bytes, pieces)
         if self._stream is not None:
             self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
             return table_view(table, table_offset, memory.layers, memory.shapes)
         return adapter_view(memory.flat, table, table_offset, memory.layers, memory.shapes)
-
-    def _copy(self, start: int, source: Tensor) -> None:
-        self._pool_bytes[start : start + len(source)].copy_(source, non_blocking=True)
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """Copies to an accelerator overlap the step that runs there."""
