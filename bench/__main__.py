@@ -6,7 +6,8 @@ import importlib
 import sys
 
 BENCHES = (
-    "churn", "cpu", "kernels", "latency", "memory", "parity", "punica", "report", "slora", "start", "throughput",
+    "churn", "console", "cpu", "kernels", "latency", "memory", "parity", "punica", "report", "slora", "start",
+    "throughput",
 )  # fmt: skip
 
 

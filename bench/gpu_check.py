@@ -52,9 +52,9 @@ class Exact:
         return torch.nn.functional.rms_norm(x, weight.shape, weight.float(), self._engine.spec.rms_norm_eps)
 
     def _linear(self, layer: Any, x: Tensor, delta: list[tuple[slice, Tensor, Tensor]] | None) -> Tensor:
-        y: Tensor = x @ layer._weight.float().T  # noqa: SLF001
-        if layer._bias is not None:  # noqa: SLF001
-            y += layer._bias.float()  # noqa: SLF001
+        y: Tensor = x @ layer.weight.float().T
+        if layer.bias is not None:
+            y += layer.bias.float()
         for columns, a, b in delta or ():
             y[:, columns] += (x @ a.T) @ b
         return y

@@ -7,7 +7,6 @@ weights of its own, so that nothing is read twice from the L2 cache; the time of
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 
 from bench.gpu_adapters import add_exactly, build
+from bench.gpu_linear import LINEAR_SHAPES, linear_times
+from bench.gpu_timing import Ceilings, Timing, graph_samples, measure_ceilings, relative
 from bench.results import Result, median_result, record
 from stencilpress.kernels.attention.triton_decode import choose_splits, decode_attention
 from stencilpress.kernels.attention.triton_pages import KVLayout
@@ -29,71 +30,6 @@ from stencilpress.kernels.silu.triton_silu_mul import silu_mul
 ONE = (GroupShape(4096, (4096,)),)
 LAYER = (GroupShape(4096, (4096, 1024, 1024)), GroupShape(4096, (4096,)))
 MIX = (8, 16, 32, 64)
-REPEATS = 30
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds per call; ``bytes_moved`` is the least that must move, ``error`` relative to float64."""
-
-    case: str
-    samples_us: list[float]
-    bytes_moved: int
-    error: float
-    goal_us: float | None = None
-    flops: int = 0
-
-    @property
-    def median_us(self) -> float:
-        return statistics.median(self.samples_us)
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What this very card does: bytes read and written by a copy, and bf16 products."""
-
-    copy_gb_s: float
-    matrix_tflop_s: float
-
-    def floor_us(self, timing: Timing) -> float:
-        return max(timing.bytes_moved / self.copy_gb_s / 1e3, timing.flops / self.matrix_tflop_s / 1e6)
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float(torch.linalg.norm(got.double() - want) / torch.linalg.norm(want))
-
-
-def graph_samples(run: Callable[[], object], calls: int, repeats: int = REPEATS) -> list[float]:
-    """Microseconds per call of ``run``, which makes ``calls`` of them, replayed as a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return event_samples(graph.replay, calls, repeats)
-
-
-def event_samples(run: Callable[[], object], calls: int, repeats: int) -> list[float]:
-    samples = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            samples.append(start.elapsed_time(end) * 1e3 / calls)
-    return samples
-
-
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """The products come first: they also bring the clocks up."""
-    a, b = torch.randn(2, 8192, 8192, device=device).bfloat16()
-    product = statistics.median(graph_samples(lambda: torch.mm(a, b), 1, 200))
-    source = torch.randn(1 << 30, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    copy = statistics.median(event_samples(lambda: target.copy_(source), 1, REPEATS))
-    return Ceilings(4 * source.numel() / copy / 1e3, 2 * 8192**3 / product / 1e6)
 
 
 @dataclass(frozen=True)
@@ -312,7 +248,8 @@ def line(timing: Timing, ceilings: Ceilings) -> str:
     goal = f"{timing.goal_us:6.1f}" if timing.goal_us else "     -"
     rate = timing.bytes_moved / timing.median_us / 1e3
     return (
-        f"{timing.case:32s} {timing.median_us:9.2f} us  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}"
+        f"{timing.case:32s} {timing.system:12s} {timing.median_us:9.2f} us"
+        f"  floor {floor:8.2f}  x{timing.median_us / floor:5.2f}"
         f"  goal {goal}  {rate:7.0f} GB/s  error {timing.error:.1e}"
     )
 
@@ -325,7 +262,7 @@ def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: s
             case=t.case,
             metric="us",
             unit="us",
-            system="stencilpress",
+            system=t.system,
             device=device,
             floor=round(ceilings.floor_us(t), 3),
             settings={
@@ -357,6 +294,8 @@ def main(argv: Sequence[str]) -> int:
     for attention in ATTENTION_CASES:
         timing = AttentionBench(attention, device).time()
         timings.append(timing)
+    for name in LINEAR_SHAPES:
+        timings += linear_times(name, device)
     timings += [*rowwise(64, device), resolve_time(device)]
     for timing in timings:
         print(line(timing, ceilings), flush=True)

@@ -42,7 +42,7 @@ from stencilpress.gateway.errors import (
     PermissionDeniedError,
 )
 
-CACHE_ENTRIES = 100_000
+CACHE_ENTRIES = 50_000
 MAX_LABEL_CHARS = 100
 MAX_OVERLAP = timedelta(days=30)
 

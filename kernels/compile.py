@@ -24,6 +24,8 @@ from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
 from stencilpress.kernels.draw.triton_wide import wide_kernel
+from stencilpress.kernels.linear.triton_linear import Cut as LinearCut
+from stencilpress.kernels.linear.triton_linear import linear_constants, linear_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
 from stencilpress.kernels.sgmv.table import GroupShape
@@ -66,7 +68,7 @@ class Compiled:
     stack_bytes: int
 
 
-def cases() -> Iterator[Case]:
+def cases(capability: int) -> Iterator[Case]:
     """All kernels, at the sizes of an 8B Llama in bf16."""
     lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
     rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
@@ -74,24 +76,38 @@ def cases() -> Iterator[Case]:
     for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
         for tile, blocks, items in (
             (Tile(1, 16), 64, 64),
+            (Tile(16, 16), 32, 32),
             (Tile(64, 16), 1, 1),
             (Tile(64, 16), 64, 64),
             (Tile(64, 16), 64, 128),
+            (Tile(64, 16), 256, 256),
+            (Tile(64, 64), 32, 32),
         ):
-            cut = choose_cut(shape, tile, blocks, items)
-            label = f"{name}-{tile.rows}-rows-{blocks}-{items}"
+            cut = choose_cut(shape, tile, blocks, items, hopper=capability >= 90)
+            label = f"{name}-{tile.rows}x{tile.ranks}-{blocks}-{items}"
             if tile.rows == 1:
                 options = {"num_warps": cut.warps, "maxnreg": cut.registers}
-                yield Case(f"rows-{label}", rows_kernel, rows, rows_constants(shape, tile, cut), options)
+                constants = rows_constants(shape, tile, cut)
+                for done in (False, True):
+                    yield Case(f"rows-{label}-{done}", rows_kernel, rows, {**constants, "X_DONE": done}, options)
                 continue
             constants = shrink_constants(shape, tile, cut, f32_dot=False)
             yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.warps})
             constants = expand_constants(shape, tile, cut, f32_dot=False)
             yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+    types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
+    for rows_of_x, bias in ((8, False), (16, True), (32, False)):
+        few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)
+        constants = linear_constants(rows_of_x, 4096, 4096, few, bias=bias, for_next=True, f32_dot=False)
+        options = {"num_warps": few.warps, "num_stages": few.stages}
+        yield Case(f"linear-{rows_of_x}", linear_kernel, types, constants, options)
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
         yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
+    types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
+    narrow = {**heads, "N": 32, "M": 16, "SPLITS": 1}
+    yield Case("decode-many", split_kernel, types, narrow, {"num_warps": 1, "num_stages": 2})
     yield Case(
         "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
     )
@@ -156,7 +172,7 @@ def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
     """Compile all cases for each capability; the exit status says whether one failed."""
     failures = 0
     for capability in capabilities:
-        for case in cases():
+        for case in cases(capability):
             compiled = compile_case(case, capability)
             wrong = faults(compiled)
             failures += bool(wrong)

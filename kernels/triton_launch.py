@@ -19,13 +19,14 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 @cache
-def _dependent_launch(device: torch.device) -> bool:
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments for a kernel that takes ``PDL``."""
-    if _dependent_launch(device):
+    if dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

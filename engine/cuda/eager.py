@@ -19,6 +19,8 @@ from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, choose_tile, l
 
 PAGE_STEP = 16
 """Widths of page tables are multiples of this: kernels are compiled for strides that are."""
+TILES = (Tile(16, 16), Tile(64, 16), Tile(64, 64))
+"""What :func:`choose_tile` may give for prompts."""
 
 
 class EagerSteps:
@@ -45,13 +47,13 @@ class EagerSteps:
     def warm(self) -> None:
         """Compile what :meth:`logits` launches, by steps that change nothing."""
         idle = np.zeros(16, dtype=np.int32)
-        for tile_rows, blocks, factor in product((16, 64), (8, 16), (1, 2)):
+        for tile, (blocks, factor) in product(TILES, ((8, 1), (8, 2), (16, 1), (16, 2), (128, 1))):
             self._inputs.begin()
             tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:8]))
             slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle.reshape(1, -1))
             pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, factor * blocks)
             self._inputs.send()
-            work = SgmvWork.over(list_N, Tile(tile_rows, 16), blocks, factor * blocks, self._decoder.entries)
+            work = SgmvWork.over(list_N, tile, blocks, factor * blocks, self._decoder.entries)
             adapted = Adapted(work, ALL_GROUPS)
             rows = DeviceRows(tokens, positions, slots, lengths, pages.expand(8, -1), 1, pieces, adapted)
             x_TX, residual_TX = self._decoder.forward(rows)

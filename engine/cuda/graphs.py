@@ -118,12 +118,18 @@ class DecodeGraphs:
         """Rows of the largest graph."""
         return self._sizes[-1]
 
+    def compile(self) -> None:
+        """Launch each kernel that a step may need, in steps of one layer that change nothing."""
+        for size in reversed(self._sizes):
+            for variant in self._possible(size):
+                self._launch_one_layer(variant)
+
     def warm(self) -> None:
-        """Compile what any step may need, and capture what most do, largest first: their memory serves the others."""
+        """Load what any step may need, and capture what most do, largest first: their memory serves the others."""
         for size in reversed(self._sizes):
             with self._products.fastest(size):
                 for variant in self._possible(size):
-                    self._compile(variant)
+                    self._launch_one_layer(variant)
         torch.cuda.current_stream().synchronize()
         for size in reversed(self._sizes):
             for variant in self._common(size):
@@ -133,7 +139,7 @@ class DecodeGraphs:
         """Capture the largest size's graphs, for the memory that it takes. Returns how many :meth:`warm` captures."""
         for variant in self._common(self.largest):
             with self._products.fastest(self.largest):
-                self._compile(variant)
+                self._launch_one_layer(variant)
             self._graphs[variant] = self._captured(self._views(variant))
         return sum(1 for size in self._sizes for _ in self._common(size))
 
@@ -162,7 +168,7 @@ class DecodeGraphs:
         """Compute a step of decodes alone, in order on the current stream."""
         count = len(rows.tokens_T)
         size = next(size for size in self._sizes if size >= count)
-        plan = plan_work(rows.adapters, choose_tile(rows.adapters)) if rows.adapters else None
+        plan = plan_work(rows.adapters, choose_tile(rows.adapters)._replace(ranks=RANKS)) if rows.adapters else None
         variant = self._variant(size, rows.longest, None if plan is None else self._adapting(plan, size, rows.groups))
         graph = self._graphs.get(variant) or self._views(variant)
         self._send(rows, graph.rows, plan)
@@ -226,8 +232,8 @@ class DecodeGraphs:
         tables = self._tables_BP[:size]
         return _Graph(None, DeviceRows(tokens, positions, slots, lengths, tables, variant.splits, None, adapted), seats)
 
-    def _compile(self, variant: Variant) -> None:
-        """Compile and load a variant's kernels, by one layer of a step that changes nothing."""
+    def _launch_one_layer(self, variant: Variant) -> None:
+        """All kernels of a variant."""
         views = self._views(variant)
         _idle(views.rows)
         views.seats_B.fill_(self._feedback.idle)

@@ -35,19 +35,21 @@ def make_linear(weight_OD: Tensor, bias_O: Tensor | None, threads: Threads) -> L
     """The fastest form for the weight's device and dtype. ``weight_OD`` may be freed by the caller afterwards."""
     if weight_OD.device.type == "cpu" and _packs(weight_OD.dtype):
         return _Packed(weight_OD, bias_O, threads)
-    return _Plain(weight_OD, bias_O)
+    return Plain(weight_OD, bias_O)
 
 
-class _Plain:
+class Plain:
+    """PyTorch's product, on a GPU that of cuBLAS."""
+
     def __init__(self, weight_OD: Tensor, bias_O: Tensor | None) -> None:
-        self._weight = weight_OD
-        self._bias = bias_O
+        self.weight = weight_OD
+        self.bias = bias_O
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return linear(x_TD, self._weight, self._bias)
+        return linear(x_TD, self.weight, self.bias)
 
     def add(self, x_TD: Tensor, residual_TO: Tensor) -> Tensor:
-        return linear(x_TD, self._weight, self._bias).add_(residual_TO)
+        return linear(x_TD, self.weight, self.bias).add_(residual_TO)
 
 
 class _Packed:
@@ -86,5 +88,5 @@ def _packs(dtype: torch.dtype) -> bool:
         got = torch.cat((packed(x), packed.add(x, residual)))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-    plain = _Plain(weight, None)
+    plain = Plain(weight, None)
     return torch.allclose(got.float(), torch.cat((plain(x), plain.add(x, residual))).float(), rtol=0.05, atol=0.05)

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from stencilpress.engine.memory import PoolMemory
+from stencilpress.engine.model.linear import Linear, Plain
 from stencilpress.engine.model.llama import DOWN, GATE_UP, OUT, QKV, LayerWeights, Weights
 from stencilpress.engine.model.rope import inverse_frequencies
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.attention.triton_decode import decode_attention
 from stencilpress.kernels.attention.triton_pages import KVLayout
 from stencilpress.kernels.attention.triton_prefill import prefill_attention
+from stencilpress.kernels.linear.triton_linear import LinearScratch, choose_cut, linear_few_rows
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm
 from stencilpress.kernels.rope.triton_rope import rope_and_write_kv
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
@@ -67,6 +69,7 @@ class TritonDecoder:
         self.pool = memory.flat
         self._shapes = memory.shapes
         self._weights = weights
+        self._scratch = LinearScratch(self.pool.device)
         self._scale = spec.head_dim**-0.5
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angle_PF = torch.outer(positions, inverse_frequencies(spec.rope, spec.head_dim))
@@ -93,20 +96,16 @@ class TritonDecoder:
         for index, layer in enumerate(self._weights.layers):
             normed_TX = self._norm(x_TX, layer.input_norm, residual_TX)
             mixed_TX = self._attention(normed_TX, layer, index, rows)
-            x_TX = layer.o(mixed_TX)
-            self._adapt(x_TX, mixed_TX, rows.adapted, index, OUT)
+            x_TX = self._adapted(layer.o, mixed_TX, rows.adapted, index, OUT)
             normed_TX = self._norm(x_TX, layer.mlp_norm, residual_TX)
-            gate_up = layer.gate_up(normed_TX)
-            self._adapt(gate_up, normed_TX, rows.adapted, index, GATE_UP)
-            inner = silu_mul(gate_up)
-            x_TX = layer.down(inner)
-            self._adapt(x_TX, inner, rows.adapted, index, DOWN)
+            inner = silu_mul(self._adapted(layer.gate_up, normed_TX, rows.adapted, index, GATE_UP))
+            x_TX = self._adapted(layer.down, inner, rows.adapted, index, DOWN)
         assert x_TX is not None, "a model has layers"  # noqa: S101
         return x_TX, residual_TX
 
     def logits(self, x_NX: Tensor, residual_NX: Tensor) -> Tensor:
         """(N, V) in the served dtype, from rows of :meth:`forward`'s results. Overwrites ``residual_NX``."""
-        return self._weights.head(self._norm(x_NX, self._weights.final_norm, residual_NX))
+        return self._product(self._weights.head, self._norm(x_NX, self._weights.final_norm, residual_NX))[0]
 
     def _norm(self, x_TX: Tensor | None, weight_X: Tensor, residual_TX: Tensor) -> Tensor:
         if x_TX is None:
@@ -114,8 +113,7 @@ class TritonDecoder:
         return rms_norm(x_TX, weight_X, self.spec.rms_norm_eps, residual_TX)
 
     def _attention(self, normed_TX: Tensor, layer: LayerWeights, index: int, rows: DeviceRows) -> Tensor:
-        qkv = layer.qkv(normed_TX)
-        self._adapt(qkv, normed_TX, rows.adapted, index, QKV)
+        qkv = self._adapted(layer.qkv, normed_TX, rows.adapted, index, QKV)
         spec, kv, pages = self.spec, self.kv, rows.pages_SP
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -135,8 +133,21 @@ class TritonDecoder:
             prefill_attention(q_THD, self.pool, pages, rows.pieces_N4, out_THD, index, kv, self._scale)
         return out_THD.flatten(1)
 
-    def _adapt(self, y_TO: Tensor, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> None:
-        """Add the adapters' share of one (layer, group)."""
-        if adapted is not None and adapted.groups >> group & 1:
+    def _adapted(self, linear: Linear, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> Tensor:
+        """The base's product and the adapters' share of one (layer, group)."""
+        changed = adapted is not None and adapted.groups >> group & 1 == 1
+        y_TO, x_done = self._product(linear, x_TD, for_next=changed)
+        if adapted is not None and changed:
             entry = layer * len(self._shapes) + group
-            sgmv(y_TO, x_TD, self.pool, adapted.work, entry, self._shapes[group])
+            sgmv(y_TO, x_TD, self.pool, adapted.work, entry, self._shapes[group], x_done=x_done)
+        return y_TO
+
+    def _product(self, linear: Linear, x_TD: Tensor, *, for_next: bool = False) -> tuple[Tensor, bool]:
+        """The product, and whether the next kernel may read x before it waits."""
+        if isinstance(linear, Plain):
+            outputs, inputs = linear.weight.shape
+            cut = choose_cut(len(x_TD), inputs, outputs, x_TD.device)
+            if cut is not None:
+                y_TO = linear_few_rows(x_TD, linear.weight, linear.bias, self._scratch, cut, for_next=for_next)
+                return y_TO, for_next
+        return linear(x_TD), False

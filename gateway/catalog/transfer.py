@@ -27,7 +27,7 @@ from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 
 FORMAT = "stencilpress-catalog"
 EXPORTED = ("tenants", "api_keys", "adapters", "versions", "aliases")
-NOT_EXPORTED = ("audit_log", "catalog_stamps")
+NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "catalog_stamps", "job_leases")
 """The history of this installation, and what only means something beside its gateways."""
 BATCH_ROWS = 500
 

@@ -127,6 +127,12 @@ def choose_splits(sequences: int, kv_heads: int, max_length: int, device: torch.
     return max(1, min(wanted, triton.cdiv(max_length, 128), 64))
 
 
+def choose_load(programs: int, device: torch.device) -> tuple[int, int, int]:
+    """Tokens of a load, warps and loads in flight. Many small programs a multiprocessor hide each other's latency;
+    measured on an H200, 128 sequences of 288: 39 us against 46; 64 of 192: 18.7 against 16.2."""
+    return (32, 1, 2) if programs >= 6 * multiprocessors(device) else (64, 4, 3)
+
+
 def decode_attention(
     q_SHD: torch.Tensor,
     pool: torch.Tensor,
@@ -155,6 +161,7 @@ def decode_attention(
         sums = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q_SHD.device)
     per_kv_head, padded = heads // kv.kv_heads, triton.next_power_of_2(dim)
     options = launch_options(q_SHD.device)
+    load, warps, stages = choose_load(splits * kv.kv_heads * sequences, q_SHD.device)
     split_kernel[(splits, kv.kv_heads, sequences)](
         q_SHD,
         pool,
@@ -173,11 +180,11 @@ def decode_attention(
         DP=max(16, padded),
         PAGE=kv.page_tokens,
         M=max(16, triton.next_power_of_2(per_kv_head)),
-        N=64,
+        N=load,
         SPLITS=splits,
         F32_DOT=INTERPRETED,
-        num_warps=4,
-        num_stages=3,
+        num_warps=warps,
+        num_stages=stages,
         **options,
     )
     if splits > 1:

@@ -50,8 +50,10 @@ def shrink_blocks_kernel(
     PDL: tl.constexpr,
 ):
     """A part of PART inputs is walked BLOCK at a time, for MS rows of an item. Its successor starts only after
-    the wait: then all that precedes this kernel is done, so that the expand may load y before it waits."""
+    the wait: then all that precedes this kernel is done, so that the expand may load y before it waits. Tensor cores
+    take 64 rows at a time on Hopper: those are the ranks where x has fewer (SWAP)."""
     SUBS: tl.constexpr = M // MS
+    SWAP: tl.constexpr = R >= 64 and MS < 64
     r, m = tl.arange(0, R), tl.arange(0, MS)
     addresses_ptr += entry.to(tl.int64) * max_items * R
     entries_ptr += entry.to(tl.int64) * max_items * 4
@@ -69,14 +71,19 @@ def shrink_blocks_kernel(
         ok = (m < rows)[:, None]
         x_rows_ptr = x_ptr + (row + m).to(tl.int64)[:, None] * x_stride
         end = tl.minimum(D, (k + 1) * PART)
-        acc_MR = tl.zeros((MS, R), dtype=tl.float32)
+        acc_MR = tl.zeros((R, MS) if SWAP else (MS, R), dtype=tl.float32)
         for start in range(k * PART, end, BLOCK):
             i = start + tl.arange(0, BLOCK)
             x_MK = tl.load(x_rows_ptr + i[None, :], mask=ok & (i < end)[None, :], other=0.0)
             A_RK = load_A_RK(pool_ptr, address_R, mask, True, p, start, end, BLOCK, D)
             if F32_DOT:
                 x_MK, A_RK = x_MK.to(tl.float32), A_RK.to(tl.float32)
-            acc_MR = tl.dot(x_MK, tl.trans(A_RK), acc_MR, input_precision="ieee")
+            if SWAP:
+                acc_MR = tl.dot(A_RK, tl.trans(x_MK), acc_MR, input_precision="ieee")
+            else:
+                acc_MR = tl.dot(x_MK, tl.trans(A_RK), acc_MR, input_precision="ieee")
+        if SWAP:
+            acc_MR = tl.trans(acc_MR)
         place = ((item * P + p) * K + k).to(tl.int64) * (M * R)
         tl.store(partial_ptr + place + m[:, None] * R + r[None, :], acc_MR, mask=ok)
 
@@ -159,10 +166,11 @@ def _h(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.con
     """The parts of one item and projection, added up and scaled; zero where there is no slice."""
     r, m = tl.arange(0, R), tl.arange(0, M)
     h_MR = tl.zeros((M, R), dtype=tl.float32)
+    there = rows_ok & (address_R >= 0)[None, :]
     for k in tl.static_range(K):
         plane_ptr = partial_ptr + (plane + k).to(tl.int64) * (M * R) + m[:, None] * R + r[None, :]
-        h_MR += tl.load(plane_ptr, mask=rows_ok, other=0.0, cache_modifier=".cg")
-    return tl.where((address_R >= 0)[None, :], scale * h_MR, 0.0)
+        h_MR += tl.load(plane_ptr, mask=there, other=0.0, cache_modifier=".cg")
+    return scale * h_MR
 
 
 @triton.jit

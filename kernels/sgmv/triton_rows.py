@@ -58,8 +58,10 @@ def rows_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     ALIGN: tl.constexpr,
+    X_DONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """X_DONE: x was complete before this launch, so that only y is waited for."""
     if PDL:
         gdc_launch_dependents()
     addresses_ptr += entry.to(tl.int64) * max_items * R
@@ -69,13 +71,13 @@ def rows_kernel(
     if unit < shrinks:
         _shrink(
             x_ptr, pool_ptr, counts_ptr, items_ptr, addresses_ptr, entries_ptr, arrived_ptr, partial_ptr,
-            unit, max_items, x_stride, D, P, K, R, PART, ALIGN, PDL,
+            unit, max_items, x_stride, D, P, K, R, PART, ALIGN, X_DONE, PDL,
         )  # fmt: skip
     else:
         _expand(
             y_ptr, pool_ptr, counts_ptr, blocks_ptr, items_ptr, addresses_ptr, entries_ptr, arrived_ptr, ready_ptr,
             partial_ptr, delta_ptr, unit - shrinks, max_items, y_stride, D, N0, N1, N2, P, K, KP, R, BLOCK, TILES,
-            ALIGN, PDL,
+            ALIGN, X_DONE, PDL,
         )  # fmt: skip
 
 
@@ -84,7 +86,7 @@ def _shrink(
     x_ptr, pool_ptr, counts_ptr, items_ptr, addresses_ptr, entries_ptr, arrived_ptr, partial_ptr,
     unit, max_items, x_stride,
     D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, R: tl.constexpr, PART: tl.constexpr, ALIGN: tl.constexpr,
-    PDL: tl.constexpr,
+    X_DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, R)
     item, p, k = max_items - 1 - unit // (P * K), unit // K % P, unit % K
@@ -93,11 +95,12 @@ def _shrink(
     live = item < tl.load(counts_ptr + 1)
     row, block = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 3)
     A_RK = load_A_RK(pool_ptr, address_R, mask, live, p, k * PART, D, PART, D)
-    if PDL:
+    if PDL and not X_DONE:
         gdc_wait()
     if live:
         i = k * PART + tl.arange(0, PART)
-        x_K = tl.load(x_ptr + row.to(tl.int64) * x_stride + i, mask=i < D, other=0.0).to(tl.float32)
+        x_K_ptr = x_ptr + row.to(tl.int64) * x_stride + i
+        x_K = tl.load(x_K_ptr, mask=i < D, other=0.0, cache_modifier=".cg").to(tl.float32)
         place = ((item * P + p) * K + k).to(tl.int64) * R
         tl.store(partial_ptr + place + r, tl.sum(A_RK.to(tl.float32) * x_K[None, :], axis=1))
         tl.debug_barrier()
@@ -116,7 +119,8 @@ def _expand(
     y_ptr, pool_ptr, counts_ptr, blocks_ptr, items_ptr, addresses_ptr, entries_ptr, arrived_ptr, ready_ptr,
     partial_ptr, delta_ptr, unit, max_items, y_stride,
     D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    KP: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, ALIGN: tl.constexpr,
+    X_DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r, k = tl.arange(0, R), tl.arange(0, KP)
     item, tile = max_items - 1 - unit // TILES, unit % TILES
@@ -127,7 +131,7 @@ def _expand(
     p, start, width, column = place_tile(tile, N0, N1, N2, BLOCK)
     scale = tl.load(entries_ptr + item * 4 + 1 + p).to(tl.float32, bitcast=True)
     B_RO = load_B_RO(pool_ptr, address_R, mask, live, p, start, width, D, N0, N1, BLOCK, ALIGN)
-    if PDL:
+    if PDL and not X_DONE:
         gdc_wait()
     if live:
         first = item < num_blocks
@@ -135,7 +139,8 @@ def _expand(
         o = start + tl.arange(0, BLOCK)
         inside = (o < width) & (((mask >> p) & 1) != 0)
         y_O_ptr = y_ptr + row.to(tl.int64) * y_stride + column + o
-        y_O = tl.load(y_O_ptr, mask=inside & first, other=0.0)
+        if not X_DONE:
+            y_O = tl.load(y_O_ptr, mask=inside & first, other=0.0)
         arrived_ptr += block * 4 + p
         ready_ptr += block * TILES + tile
         delta_O_ptr = delta_ptr + column + o
@@ -144,6 +149,10 @@ def _expand(
         partial_KR = tl.load(planes_ptr, mask=(k < K)[:, None], other=0.0, cache_modifier=".cg")
         h_R = tl.where(address_R >= 0, scale * tl.sum(partial_KR, axis=0), 0.0)
         sum_O = tl.sum(h_R[:, None] * B_RO.to(tl.float32), axis=0)
+        if X_DONE:
+            if PDL:
+                gdc_wait()
+            y_O = tl.load(y_O_ptr, mask=inside & first, other=0.0)
         if first:
             if items > 1:
                 _wait_for(ready_ptr, items - 1)
@@ -159,3 +168,5 @@ def _expand(
         done = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
         if done == items * (K + (width + BLOCK - 1) // BLOCK) - 1:
             tl.store(arrived_ptr, 0)
+    elif PDL and X_DONE:
+        gdc_wait()

@@ -18,7 +18,7 @@ from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
-from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, dependent_launch, launch_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,23 @@ class Cut:
     registers: int = 96
 
 
-def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int) -> Cut:
-    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. Many rows: parts are
-    few, because their planes cost rows * ranks each, and fewer still where an expand reads those of several items;
-    a few blocks are cut finer to fill the device."""
+def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, hopper: bool = True) -> Cut:
+    """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
+    cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
+    side by side the more blocks there are, but single ones where they read several items. 64 ranks take as many warps
+    as their registers need."""
     inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
+    few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
         most = 16384 // tile.ranks
         return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
-    few, single = blocks < 16, items <= blocks
-    part = max(64, inputs // (4 if few or single else 2))
-    return Cut(16 if few else tile.rows, part, min(256, part), min(128, widest), tiles=4 if single and not few else 1)
+    if tile.rows == 16 and single and not few:
+        return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles=2 if inputs <= 4096 else 1)
+    narrow = tile.ranks == 16
+    part = min(4096, inputs) if single and many else max(64, inputs // (4 if few or (single and narrow) else 2))
+    tiles = 1 if few or not single else 8 if many else 4
+    rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
+    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps=4 if narrow or hopper else 8)
 
 
 Constants = dict[str, Any]
@@ -93,21 +99,27 @@ def sgmv(
     entry: int,
     shape: GroupShape,
     cut: Cut | None = None,
+    *,
+    x_done: bool = False,
 ) -> None:
     """Add the adapters' share of one (layer, group) to ``y_TO``, in place.
 
     ``y_TO`` (rows, sum of out_features) and ``x_TD`` (rows, in_features) have unit inner stride; ``pool`` is flat;
     all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved, and serves one stream. Rows
-    outside the work list are not read or written. Raises ValueError where shapes, dtypes or strides do not fit.
+    outside the work list are not read or written. ``x_done``: the kernel that y comes from let its successor start
+    only when x was complete, so that x may be read while that one still runs. Raises ValueError where shapes, dtypes
+    or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
-    cut = cut or choose_cut(shape, work.tile, work.blocks_B4.shape[0], work.max_items)
+    if cut is None:
+        blocks, hopper = work.blocks_B4.shape[0], dependent_launch(y_TO.device)
+        cut = choose_cut(shape, work.tile, blocks, work.max_items, hopper=hopper)
     rows, ranks = work.tile
     parts = triton.cdiv(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
     partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)
     if rows == 1:
-        _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut)
+        _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut, x_done)
         return
     shrink(partial, x_TD, pool, work, entry, shape, cut)
     expand(y_TO, partial, pool, work, entry, shape, cut)
@@ -122,8 +134,9 @@ def _rows(
     entry: int,
     shape: GroupShape,
     cut: Cut,
+    x_done: bool,
 ) -> None:
-    constants = rows_constants(shape, work.tile, cut)
+    constants = {**rows_constants(shape, work.tile, cut), "X_DONE": x_done}
     delta = torch.empty((work.max_items, y_TO.shape[1]), dtype=torch.float32, device=y_TO.device)
     grid = (work.max_items * (constants["P"] * constants["K"] + constants["TILES"]),)
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)

@@ -50,14 +50,18 @@ class AdapterRows(NamedTuple):
 
 
 def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
-    """The tile that suits a batch: few rows an adapter are bound by the weights' bytes, many by the rows'. Sixteen
-    slices an item are best at any rank: a wider item leaves fewer programs in flight (bench/kernels.py).
+    """The tile that suits a batch: few rows an adapter are bound by the weights' bytes, many by the rows'. Of few rows
+    sixteen slices an item are best at any rank, as a wider item leaves fewer programs in flight; many rows of high
+    ranks are read once for 64 (bench/kernels.py).
 
     An H200's microseconds for the seven linears of an 8B layer, rank 16, with tiles of 1, 16 and 64 rows: 123, 88 and
     113 for 32 adapters of 8 rows; 77 and 84 for 16 of 16; 75 and 73 for 8 of 32; 73 and 67 for 4 of 64.
     """
     rows = sum(s.rows for s in segments) / max(1, len(segments))
-    return Tile(1 if rows < 8 else 16 if rows < 24 else 64, 16)
+    ranks = sum(s.rank for s in segments) / max(1, len(segments))
+    if rows < 24:
+        return Tile(1 if rows < 8 else 16, 16)
+    return Tile(64, 16 if ranks < 24 else 64)
 
 
 class WorkPlan(NamedTuple):

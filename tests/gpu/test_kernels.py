@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from stencilpress.kernels.attention.triton_decode import choose_splits, decode_attention
 from stencilpress.kernels.attention.triton_pages import KVLayout
 from stencilpress.kernels.attention.triton_prefill import ChunkRows, plan_pieces, prefill_attention
+from stencilpress.kernels.linear.triton_linear import LinearScratch, choose_cut, linear_few_rows
+from stencilpress.kernels.norm.triton_rms_norm import rms_norm
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
@@ -46,7 +48,7 @@ def test_sgmv(size: str, dtype: torch.dtype, popularity: str) -> None:
         rows.append((rows[-1][0] + rows[-1][1], count, adapter))
     total = rows[-1][0] + rows[-1][1]
     segments = [s for s in _segments(rows) if s.rows]
-    for tile in {choose_tile(segments), Tile(1, 16), Tile(64, 16), Tile(64, 64)}:
+    for tile in {choose_tile(segments), Tile(1, 16), Tile(16, 16), Tile(64, 16), Tile(64, 64)}:
         work = SgmvWork.of(plan_work(segments, tile), len(builder.groups), torch.device("cuda"))
         resolve(work, builder.pool)
         for entry, group in enumerate(builder.groups):
@@ -92,6 +94,65 @@ def test_graph_serves_adapters_that_come_after_its_capture() -> None:
         assert not work.ready_N.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 27, 32])
+def test_linear_of_few_rows(rows: int, dtype: torch.dtype) -> None:
+    scratch = LinearScratch(torch.device("cuda"))
+    for inputs, outputs in ((4096, 6144), (4096, 4096), (1024, 28672), (14336, 4096), (3584, 4608)):
+        cut = choose_cut(rows, inputs, outputs, torch.device("cuda"))
+        assert cut is not None
+        x = torch.randn(rows, 2 * inputs, device="cuda").to(dtype)[:, :inputs]
+        weight, bias = (
+            torch.randn(outputs, inputs, device="cuda").to(dtype),
+            torch.randn(outputs, device="cuda").to(dtype),
+        )
+        want = x.double() @ weight.double().T
+        got = linear_few_rows(x, weight, bias, scratch, cut)
+        assert _relative(got, want + bias.double()) < TOLERANCE[dtype]
+        assert torch.equal(got, linear_few_rows(x, weight, bias, scratch, cut))
+        assert _relative(linear_few_rows(x, weight, None, scratch, cut), want) < TOLERANCE[dtype]
+    assert not scratch.arrived_N.any()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_adapters_beside_the_product_they_add_to(rows: int) -> None:
+    """The segmented product starts while the base's runs; x is another kernel's result each time."""
+    shape, weight = Shape(1024, (1024, 256, 256)), torch.randn(1536, 1024, device="cuda").bfloat16()
+    builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=5, device="cuda")
+    adapters = [builder.add([(8, 16, 40)[i % 3]], [7]) for i in range(rows)]
+    placed: Rows = [(i, 1, adapter) for i, adapter in enumerate(adapters)]
+    work = SgmvWork.of(plan_work(_segments(placed), Tile(1, 16)), 1, torch.device("cuda"))
+    scratch = LinearScratch(torch.device("cuda"))
+    cut = choose_cut(rows, 1024, 1536, torch.device("cuda"))
+    assert cut is not None
+    first, ones = torch.randn(rows, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda").bfloat16()
+    xs, ys = [], []
+
+    def step() -> None:
+        x = first
+        for _ in range(40):
+            x = rms_norm(x, ones, 1e-5)
+            y = linear_few_rows(x, weight, None, scratch, cut, for_next=True)
+            sgmv(y, x, builder.pool, work, 0, GroupShape(1024, (1024, 256, 256)), x_done=True)
+            xs.append(x)
+            ys.append(y)
+            x = y[:, :1024]
+
+    resolve(work, builder.pool)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+    for x, y, x_again, y_again in zip(xs[:40], ys[:40], xs[40:], ys[40:], strict=True):
+        base = (x.double() @ weight.double().T).bfloat16()
+        assert _relative(y, expected(base, x, placed, 0, shape)) < 1e-2
+        assert torch.equal(x, x_again)
+        assert torch.equal(y, y_again)
+
+
 def _cache(lengths: list[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, KVLayout, list[torch.Tensor]]:
     """Pool, page tables, layout, and K and V (2, tokens, heads, dim) of layer 1 of each sequence."""
     layers, page, heads, dim = 2, 16, 2, 128
@@ -126,6 +187,9 @@ def test_decode_attention(dtype: torch.dtype) -> None:
     for splits in {1, 7, choose_splits(6, 2, 4000, q.device)}:
         got = decode_attention(q, pool, pages, device_lengths, 1, kv, splits, 0.1)
         assert _relative(got, want) < TOLERANCE[dtype]
+    many = [tensor.repeat(70, *[1] * (tensor.dim() - 1)) for tensor in (q, pages, device_lengths, want)]
+    got = decode_attention(many[0], pool, many[1], many[2], 1, kv, 1, 0.1)
+    assert _relative(got, many[3]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -104,12 +104,13 @@ async def running_gateway(
     *,
     template: str | None = TEMPLATE,
     request_ring_bytes: int = REQUEST_RING_BYTES,
+    database_url: str = "",
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """Everything of one gateway in this process; the engine in a thread."""
+    """Everything of one gateway in this process; the engine in a thread. The catalog is a file unless one is named."""
     options = options or Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=512)
     model_dir = build_model(folder / "model", template)
-    url, engine_socket = f"sqlite:///{folder / 'catalog.db'}", folder / "engine.sock"
+    url, engine_socket = database_url or f"sqlite:///{folder / 'catalog.db'}", folder / "engine.sock"
     gateway_settings = GatewaySettings(
         model_dir=str(model_dir), database_url=url, engine_socket=str(engine_socket), http_fd=-1, **settings
     )

