@@ -24,14 +24,17 @@ class Flight:
 class Batch:
     """The step being planned: chunks by adapter, those of one token apart from longer ones."""
 
-    __slots__ = ("_chunks", "budget", "requests")
+    __slots__ = ("_chunks", "budget", "price", "requests")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.price = 0.0
         self.requests: dict[RequestKey, Request] = {}
         self._chunks: dict[str | None, tuple[list[Chunk], list[Chunk]]] = {}
 
     def add(self, request: Request, count: int) -> None:
+        """Plan the request's next ``count`` tokens and charge its tenant for them."""
+        self.price += request.charge(count)
         pair = self._chunks.get(request.adapter)
         if pair is None:
             pair = self._chunks[request.adapter] = ([], [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from stencilpress.engine.accounts import ANSWER_PRICE, PROMPT_PRICE, Account
 from stencilpress.engine.messages import Finished, FinishReason, Sampling
 from stencilpress.engine.plan import PENDING, Chunk, Draw, Page, RequestKey
 
@@ -38,20 +39,25 @@ class Request:
 
     Steps in flight compute ``in_flight`` more; ``pending`` is 1 if the newest of them draws the next token.
 
-    ``arrival`` orders all requests of an engine.
+    ``arrival`` numbers all requests of an engine; ``urgency`` orders those of a tenant, and ends in it.
     ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
+    ``charged`` tokens are on its tenant's account already; ``ahead`` is the cost of the tenant's requests that waited
+    before it, so long as it waits. ``came_s``, ``warm_s`` (its adapter is in the pool) and ``begun_s`` are clock times.
     ``cached_tokens`` of the prompt needed no computing when it was first seated; -1 before.
     """
 
     key: RequestKey
     arrival: int
+    urgency: tuple[int, int]
+    priority: int
+    account: Account
+    came_s: float
     adapter: str | None
     history: list[int]
     prompt_len: int
     max_tokens: int
     sampling: Sampling
     stop_ids: frozenset[int]
-    tenant: int = 0
     salt: bytes = b""
     state: State = State.WAITING
     slot: int = -1
@@ -60,6 +66,14 @@ class Request:
     in_flight: int = 0
     pending: int = 0
     cached_tokens: int = -1
+    charged: int = 0
+    ahead: float = 0.0
+    warm_s: float | None = None
+    begun_s: float | None = None
+
+    @property
+    def tenant(self) -> int:
+        return self.account.tenant
 
     @property
     def generated(self) -> int:
@@ -86,8 +100,47 @@ class Request:
         return self.length - self.prompt_len >= self.max_tokens
 
     @property
+    def owed(self) -> int:
+        """Tokens of the answer that may still come."""
+        return self.max_tokens - self.generated
+
+    @property
     def seated(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether it still waits for its first seat."""
+        return self.state is State.WAITING
+
+    @property
+    def cost(self) -> float:
+        """The most that it will be charged. Its tenant's later requests wait for so much."""
+        return PROMPT_PRICE * self.prompt_len + ANSWER_PRICE * self.max_tokens
+
+    @property
+    def standing(self) -> float:
+        """What its tenant's counter will be when its turn comes."""
+        return self.account.standing(max(0.0, self.ahead - self.account.begun))
+
+    @property
+    def order(self) -> int:
+        """Its place in residency's order of wants: smaller goes first."""
+        return order_of(self.standing, self.arrival)
+
+    def charge(self, count: int) -> float:
+        """Put the next ``count`` tokens to be computed on the account; what was computed before costs nothing.
+
+        Returns the price.
+        """
+        end = self.computed + self.in_flight + count
+        fresh = end - self.charged
+        if fresh <= 0:
+            return 0.0
+        self.charged = end
+        price = fresh * (PROMPT_PRICE if end <= self.prompt_len else ANSWER_PRICE)
+        self.account.counter += price / self.account.weight
+        return price
 
     def move(self, state: State) -> None:
         """The only way to change ``state``. Raises :class:`IllegalMoveError`."""
@@ -101,8 +154,9 @@ class Request:
         self.slot, self.pages, self.computed = slot, pages, 0
 
     def skip(self, tokens: int) -> None:
-        """The first ``tokens`` of the history need no computing: their pages hold them already."""
+        """The first ``tokens`` of the history need no computing, and cost nothing: their pages hold them already."""
         self.computed = tokens
+        self.charged = max(self.charged, tokens)
         if self.cached_tokens < 0:
             self.cached_tokens = tokens
 
@@ -139,8 +193,24 @@ class Request:
             return "stop"
         return "length" if self.generated >= self.max_tokens else None
 
-    def finish(self, reason: FinishReason, code: str = "", message: str = "") -> Finished:
+    def finish(self, reason: FinishReason, now_s: float, code: str = "", message: str = "") -> Finished:
         """End the request and make its one terminal message. Raises :class:`IllegalMoveError` the second time."""
         self.move(State.FINISHED)
-        cached = max(self.cached_tokens, 0)
-        return Finished(self.key[1], reason, self.prompt_len, self.generated, cached, code, message)
+        begun_s = now_s if self.begun_s is None else self.begun_s
+        warm_s = begun_s if self.warm_s is None else min(self.warm_s, begun_s)
+        return Finished(
+            self.key[1],
+            reason,
+            self.prompt_len,
+            self.generated,
+            cached_tokens=max(self.cached_tokens, 0),
+            code=code,
+            message=message,
+            queue_ms=(begun_s - self.came_s) * 1000,
+            cold_start_ms=(warm_s - self.came_s) * 1000,
+        )
+
+
+def order_of(standing: float, arrival: int) -> int:
+    """Residency's order of wants: by the tenant's counter when the turn comes, of equal ones by arrival."""
+    return (round(standing * 16) << 40) + arrival

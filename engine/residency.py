@@ -145,10 +145,9 @@ class Residency:
         """Wanted adapters in the pool as ``(arrival, digest)``, oldest first. A live view: do not keep it."""
         return self._adapters.wants[Tier.HBM]
 
-    def squeezed_since(self) -> int | None:
-        """The oldest want that the pool had no room for, unless it waits for a read."""
-        waits = (self._adapters[digest] for digest in self._squeezed)
-        return min((a.wanted for a in waits if a.image or a.held if a.wanted is not None), default=None)
+    def squeezed(self) -> Iterator[str]:
+        """Wanted adapters that the pool had no room for, those apart that wait for a read."""
+        return (digest for digest in self._squeezed if (a := self._adapters[digest]).image or a.held)
 
     def make_room(self, pages: int, arrival: int, tenant: int = 0) -> bool:
         """Evict until ``pages`` are free for keys and values of a tenant.

@@ -1,65 +1,74 @@
 """Who runs: continuous batching with chunked prefill over one pool, base and any adapters in one step.
 
 A request waits in its adapter's line (engine/waiting.py), is *seated* with KV pages for all its tokens and a lease of
-its adapter, and runs until it ends or is preempted. The order is first come, first served, bent in two ways: a cold
-adapter holds up its own requests alone, and a request of a seated adapter may pass an older one that lacks an adapter
-slot or room for its adapter, for a while (engine/turns.py).
+its adapter, and runs until it ends or is preempted. The tenant that has had least goes first (engine/accounts.py), bent
+in two ways: a cold adapter holds up its own requests alone, and a request of a seated adapter may pass one that lacks
+an adapter slot or room for its adapter, for a while (engine/turns.py).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import chain
 
+from stencilpress.engine.accounts import Accounts
+from stencilpress.engine.admission import Admission, Refusal, open_request, sound_weight
+from stencilpress.engine.counters import Counters, read_stats
+from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.messages import Finished, FinishReason, Stats, Step, Submit, Token, unpack_tokens
+from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Token
 from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
-from stencilpress.engine.request import Request, State
+from stencilpress.engine.replies import Replies
+from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import Seats
-from stencilpress.engine.turns import Turns
+from stencilpress.engine.turns import Turns, prefill_turn
 from stencilpress.engine.waiting import Waiting
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    tokens: list[Token] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
+from stencilpress.engine.wants import Wants
 
 
 class Scheduler:
-    """Turns requests into step plans and draws into replies. One thread; nothing here touches a device."""
+    """Turns requests into step plans and draws into replies. One thread; nothing here touches a device.
 
-    def __init__(self, limits: Limits, pool: Pool, residency: Residency, prefixes: PrefixCache) -> None:
+    ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: Pool,
+        residency: Residency,
+        prefixes: PrefixCache,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limits = limits
         self._pool = pool
         self._residency = residency
+        self._clock = clock
         self._requests: dict[RequestKey, Request] = {}
         self._connections: dict[int, dict[RequestKey, Request]] = {}
-        self._waiting = Waiting()
+        self._accounts = Accounts()
+        self._waiting = Waiting(self._accounts)
+        self._wants = Wants(self._waiting, residency)
+        self._deadlines = Deadlines()
+        self._admission = Admission(limits, pool, residency)
         self._prefixes = prefixes
         self._seats = Seats(limits, pool, residency, prefixes)
         self._parked: set[int] = set()
-        self._outgoing: dict[int, _Outgoing] = {}
+        self._replies = Replies()
         self._flights: deque[Flight] = deque()
-        self._turns = Turns(
-            self._waiting,
-            residency,
-            self._seats.granted,
-            max_loras=limits.max_loras,
-            patience_steps=limits.patience_steps,
-        )
+        self._turns = Turns(limits, self._waiting, residency, self._seats)
         self._arrivals = 0
-        self._blocked: int | None = None
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._completion_tokens = 0
-        self._preemptions = 0
+        self._planned_s = 0.0
+        self._blocked: Request | None = None
+        self._counters = Counters()
 
     # Requests come and go
 
@@ -67,30 +76,18 @@ class Scheduler:
         """Queue a request, or answer it at once if it can never run. Raises ``ValueError`` for an id in use."""
         if key in self._requests:
             raise ValueError(f"request id {key[1]} is in use")
-        try:
-            prompt = unpack_tokens(submit.prompt)
-        except ValueError:
-            prompt = []
         self._arrivals += 1
-        request = Request(
-            key=key,
-            arrival=self._arrivals,
-            adapter=submit.adapter or None,
-            history=prompt,
-            prompt_len=len(prompt),
-            max_tokens=submit.max_tokens,
-            sampling=submit.sampling,
-            stop_ids=frozenset(submit.stop_ids),
-            tenant=submit.tenant,
-            salt=submit.salt,
-        )
-        refusal = self._refuse_new(request)
+        account = self._accounts.open(submit.tenant, sound_weight(submit.weight))
+        request = open_request(key, submit, account, arrival=self._arrivals, step=self._turns.step, now_s=self._clock())
+        refusal = self._admission.malformed(request) or self._crowded(request)
         self._requests[key] = request
         self._connections.setdefault(key[0], {})[key] = request
-        if refusal is None:
-            self._wait(request)
-        else:
+        if refusal is not None:
             self._end(request, "error", *refusal)
+            return
+        if submit.max_wait_ms > 0:
+            self._deadlines.add(request, submit.max_wait_ms / 1000)
+        self._wait(request)
 
     def abort(self, key: RequestKey) -> None:
         """End a request, whatever it is doing; nothing if it has ended already."""
@@ -102,7 +99,7 @@ class Scheduler:
         """Forget a gateway that is gone: its requests, its pages and what it was to be told."""
         for key in list(self._connections.get(connection, ())):
             self.abort(key)
-        self._outgoing.pop(connection, None)
+        self._replies.forget(connection)
         self._parked.discard(connection)
 
     def abort_all(self) -> None:
@@ -127,34 +124,47 @@ class Scheduler:
     def loaded(self, result: LoadResult) -> None:
         """The loader's answer, with what it means for the requests that wait for that adapter."""
         self._residency.completed(result)
-        if result.error or isinstance(result, Fetched):
-            for request in self._waiting.line(result.digest):
-                refusal = self._refuse(request)
-                if refusal is not None:
-                    self._end(request, "error", *refusal)
+        warm = self._residency.ready(result.digest)
+        if not (warm or result.error or isinstance(result, Fetched)):
+            return
+        now_s = self._clock()
+        for request in self._waiting.line(result.digest):
+            refusal = self._admission.impossible(request)
+            if refusal is not None:
+                self._end(request, "error", *refusal)
+            elif warm and request.warm_s is None:
+                request.warm_s = now_s
 
     def check_adapter(self, digest: str) -> None:
         """Have an adapter read and checked, in its turn among the requests."""
         self._arrivals += 1
-        self._residency.check(digest, self._arrivals)
+        self._residency.check(digest, order_of(self._accounts.virtual_time, self._arrivals))
+
+    def seconds_to_deadline(self) -> float:
+        """How long the loop may sleep before a request has waited too long. Infinite if none has a limit."""
+        due_s = self._deadlines.next_s()
+        return math.inf if due_s is None else max(0.0, due_s - self._clock())
 
     # Steps
 
     def plan(self) -> StepPlan | None:
-        """The next step: decodes first, then prefills, then newcomers. None if nothing can run now.
+        """The next step: decodes first, then prefills and newcomers in their turns. None if nothing can run now.
 
         Takes pages, changes nothing on the device. Every plan is followed by :meth:`commit` or :meth:`fail`.
         """
         if self._flights:
             raise RuntimeError(f"step {self._flights[0].plan.number} is still in flight")
-        self._turns.begin_step(self._arrivals)
+        self._refuse_late()
         if self._parked and len(self._waiting):
-            for request in list(self._parked_seats()):
+            for request in [request for request in self._seats.taken.values() if request.key[0] in self._parked]:
                 self._preempt(request)
+        decodes, prefills = self._seated()
+        grown = [request for request in decodes if request.seated and self._grow(request)]
         batch = Batch(self._limits.max_num_batched_tokens)
-        self._plan_seated(batch)
-        self._plan_newcomers(batch)
-        return self._take_off(batch)
+        for request in grown:
+            if request.seated:
+                batch.add(request, 1)
+        return self._fill(batch, [request for request in prefills if request.seated])
 
     def plan_ahead(self) -> StepPlan | None:
         """The step after the one in flight, whose tokens are not known yet. Nobody is preempted: where somebody should
@@ -164,27 +174,16 @@ class Scheduler:
         """
         if len(self._flights) != 1:
             raise RuntimeError(f"{len(self._flights)} steps are in flight")
+        self._refuse_late()
         if (len(self._waiting) and self._parked) or self._flights[0].heeds_history:
             return None
-        if not all(self._seats.grow(request) for request in self._going_on() if request.drawing):
+        decodes, prefills = self._seated()
+        if not all(map(self._seats.grow, decodes)):
             return None
-        self._turns.begin_step(self._arrivals)
         batch = Batch(self._limits.max_num_batched_tokens)
-        self._plan_seated(batch)
-        self._plan_newcomers(batch)
-        return self._take_off(batch)
-
-    def _take_off(self, batch: Batch) -> StepPlan | None:
-        waits = [arrival for arrival in (self._blocked, self._turns.aged_squeeze()) if arrival is not None]
-        self._residency.pump(newest=min(waits, default=None))
-        segments = batch.segments()
-        if not segments:
-            return None
-        self._steps += 1
-        self._pool.begin(self._steps)
-        plan = StepPlan(self._steps, segments)
-        self._flights.append(Flight(plan, batch.requests))
-        return plan
+        for request in decodes:
+            batch.add(request, 1)
+        return self._fill(batch, prefills)
 
     def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> None:
         """Take what the step computed, the oldest in flight.
@@ -215,10 +214,7 @@ class Scheduler:
 
     def take_replies(self) -> dict[int, Step]:
         """What each gateway is to be told since the last call."""
-        outgoing, self._outgoing = self._outgoing, {}
-        return {
-            connection: Step(tuple(replies.tokens), tuple(replies.finished)) for connection, replies in outgoing.items()
-        }
+        return self._replies.take()
 
     # Seen from outside
 
@@ -229,26 +225,16 @@ class Scheduler:
 
     def stats(self, ask: int) -> Stats:
         """Gauges and counters, as the answer to question ``ask``."""
-        return Stats(
-            id=ask,
-            running=len(self._seats.taken),
-            waiting=self._unseated,
-            pages_total=self._pool.total,
-            pages_free=self._pool.free,
-            pages_kv=self._pool.kv + self._pool.cached - self._prefixes.idle_pages,
-            pages_adapter=self._pool.adapter,
-            adapters_hbm=self._residency.in_hbm,
-            adapters_host=self._residency.in_host,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            preemptions=self._preemptions,
-            adapter_loads=self._residency.loads,
-            adapter_evictions=self._residency.evictions,
-            pages_cached=self._prefixes.idle_pages,
-            cached_tokens=self._prefixes.hit_tokens,
-            adapter_host_bytes=self._residency.host.bytes,
-            adapter_failures=self._residency.failures,
+        running = len(self._seats.taken)
+        waiting = len(self._requests) - running
+        return read_stats(
+            ask,
+            self._counters,
+            self._pool,
+            self._residency,
+            self._prefixes,
+            running=running,
+            waiting=waiting,
             max_loras=self._limits.max_loras,
         )
 
@@ -256,121 +242,128 @@ class Scheduler:
         """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""
         self._pool.check(chain(self._seats.holdings(), self._residency.holdings()))
 
-    # Refusals
-
-    def _refuse_new(self, request: Request) -> tuple[str, str] | None:
-        limits, prompt = self._limits, request.history
-        if not prompt or request.max_tokens < 1 or min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-            return "internal", "malformed request: no prompt, nothing to generate, or ids outside the vocabulary"
-        if len(prompt) + request.max_tokens > limits.max_model_len:
-            return "context_exceeded", f"prompt and answer exceed the context of {limits.max_model_len} tokens"
-        if self._queued(request.key[0]) >= limits.max_waiting + self._seats.free:
-            return "overloaded", f"{limits.max_waiting} requests are waiting"
-        return None
-
-    def _refuse(self, request: Request) -> tuple[str, str] | None:
-        """Why this request can never run, by what is known of its adapter now."""
-        needs = self._limits.pages_for(request.prompt_len + request.max_tokens)
-        if request.adapter is not None:
-            failure = self._residency.failure(request.adapter)
-            if failure:
-                return "adapter_unavailable", failure
-            if self._residency.too_large(request.adapter):
-                return (
-                    "capacity",
-                    f"its adapter needs {self._residency.pages(request.adapter)} pages, more than allowed",
-                )
-            needs += self._residency.pages(request.adapter)
-        if needs > self._pool.total:
-            return "capacity", f"it needs {needs} pages of a pool of {self._pool.total}"
-        return None
-
-    def _queued(self, connection: int) -> int:
-        """Requests that a newcomer finds waiting. A parked gateway fills a queue of its own, not everybody's."""
-        return len(self._connections.get(connection, ())) if connection in self._parked else len(self._waiting)
-
     # Lines
 
+    def _crowded(self, request: Request) -> Refusal | None:
+        """Why there is no place to wait. A parked gateway fills a queue of its own, not everybody's."""
+        places = self._limits.max_waiting + self._seats.free
+        connection = request.key[0]
+        if connection in self._parked:
+            full = len(self._connections.get(connection, ())) >= places
+            return self._admission.overloaded if full else None
+        if len(self._waiting) < places:
+            return None
+        loser = self._accounts.loser(request)
+        if loser is request:
+            return self._admission.overloaded
+        self._end(loser, "error", *self._admission.overloaded)
+        return None
+
     def _wait(self, request: Request) -> None:
-        refusal = self._refuse(request)
+        refusal = self._admission.impossible(request)
         if refusal is not None:
             self._end(request, "error", *refusal)
         elif request.key[0] not in self._parked:
-            self._waiting.add(request)
-            self._want(request.adapter)
+            self._waiting.add(request, self._turns.step)
+            if request.warm_s is None and (request.adapter is None or self._residency.ready(request.adapter)):
+                request.warm_s = request.came_s
+            self._wants.renew(request.adapter)
 
     def _leave_line(self, request: Request) -> None:
         if self._waiting.discard(request):
-            self._want(request.adapter)
+            self._wants.renew(request.adapter)
 
-    def _want(self, adapter: str | None) -> None:
-        """Residency wants what the head of a line wants."""
-        if adapter is None:
-            return
-        head = self._waiting.head(adapter)
-        if head is None:
-            self._residency.unwant(adapter)
-        else:
-            self._residency.want(adapter, head.arrival, head.tenant)
+    def _refuse_late(self) -> None:
+        """End whoever has waited too long. It happens at the head of each step, so nobody is served late."""
+        now_s = self._planned_s = self._clock()
+        while (request := self._deadlines.pop_missed(now_s)) is not None:
+            waited_ms = round((now_s - request.came_s) * 1000)
+            self._end(request, "error", "deadline", f"it had not begun after {waited_ms} ms")
 
     def _standing(self, connection: int) -> list[Request]:
         return [request for request in self._connections.get(connection, {}).values() if not request.seated]
 
-    @property
-    def _unseated(self) -> int:
-        return len(self._requests) - len(self._seats.taken)
-
     # Seats
 
-    def _going_on(self) -> Iterator[Request]:
-        """Those seated who have more to compute than what is in flight, unless they are parked."""
-        for request in list(self._seats.taken.values()):
-            if request.seated and not request.complete and request.key[0] not in self._parked:
-                yield request
-
-    def _plan_seated(self, batch: Batch) -> None:
-        prefills = []
-        for request in self._going_on():
+    def _seated(self) -> tuple[list[Request], list[Request]]:
+        """Those who draw in the next step, and those whose prompts are not complete by then; parked ones apart."""
+        decodes, prefills = [], []
+        for request in self._seats.taken.values():
+            if request.key[0] in self._parked:
+                continue
             if not request.drawing:
                 prefills.append(request)
-            elif self._grow(request):
-                batch.add(request, 1)
-        for request in prefills:
-            if batch.budget and request.remaining:
-                batch.add(request, min(batch.budget, request.remaining))
+            elif not request.complete:
+                decodes.append(request)
+        return decodes, prefills
 
-    def _plan_newcomers(self, batch: Batch) -> None:
+    def _fill(self, batch: Batch, prefills: list[Request]) -> StepPlan | None:
+        """What the decodes leave of the budget goes to prompts: of seated requests and of newcomers, in their turns."""
+        self._turns.begin_step()
         self._blocked = None
-        while batch.budget and self._seats.free:
-            request = self._turns.next()
-            if request is None:
-                return
-            if not self._seats.take(request):
-                self._blocked = request.arrival
-                return
-            self._leave_line(request)
-            batch.add(request, min(batch.budget, request.remaining))
+        prefills.sort(key=prefill_turn)
+        prefills.reverse()
+        newcomer = self._newcomer(batch)
+        while batch.budget:
+            if newcomer is not None and (not prefills or prefill_turn(newcomer) < prefill_turn(prefills[-1])):
+                if self._seats.take(newcomer):
+                    self._begin(newcomer)
+                    batch.add(newcomer, min(batch.budget, newcomer.remaining))
+                    newcomer = self._newcomer(batch)
+                else:
+                    self._blocked, newcomer = newcomer, None
+            elif prefills:
+                request = prefills.pop()
+                batch.add(request, min(batch.budget, request.remaining))
+            else:
+                break
+        return self._take_off(batch)
+
+    def _newcomer(self, batch: Batch) -> Request | None:
+        return self._turns.next() if batch.budget and self._seats.free and len(self._waiting) else None
+
+    def _begin(self, request: Request) -> None:
+        self._turns.take(request)
+        self._wants.renew(request.adapter)
+        if request.begun_s is None:
+            request.begun_s = self._planned_s
+
+    def _take_off(self, batch: Batch) -> StepPlan | None:
+        if len(self._waiting):
+            self._wants.refresh()
+        squeezed = self._turns.squeezed()
+        if squeezed is not None:
+            self._wants.renew(squeezed.adapter)
+        waits = [request.order for request in (self._blocked, squeezed) if request is not None]
+        self._residency.pump(newest=min(waits, default=None))
+        segments = batch.segments()
+        if not segments:
+            return None
+        self._counters.steps += 1
+        self._accounts.served(batch.price)
+        self._pool.begin(self._counters.steps)
+        plan = StepPlan(self._counters.steps, segments)
+        self._flights.append(Flight(plan, batch.requests))
+        return plan
 
     def _grow(self, request: Request) -> bool:
-        """Get the next token a page: those seated last are preempted, parked ones before them.
+        """Get the next token a page, if need be from whoever has to give up a seat.
 
-        False: the request is itself the last, or pages come back when this step has ended. It keeps its seat.
+        False: it is the request itself, or pages come back when this step has ended. It keeps its seat.
         """
         while not self._seats.grow(request):
-            victim = next(self._parked_seats(), self._seats.last)
+            victim = self._seats.victim(self._parked)
             if victim is request or self._pool.quarantined:
                 return False
+            self._seats.pressed()
             self._preempt(victim)
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._preemptions += 1
+        self._counters.preemptions += 1
         self._seats.leave(request)
         request.move(State.PREEMPTED)
         self._wait(request)
-
-    def _parked_seats(self) -> Iterator[Request]:
-        return (request for request in self._seats.taken.values() if request.key[0] in self._parked)
 
     # Ends
 
@@ -385,27 +378,27 @@ class Scheduler:
 
     def _deliver(self, request: Request, draw: Sampled) -> None:
         if not request.generated:
-            self._prompt_tokens += request.prompt_len
+            self._counters.prompt_tokens += request.prompt_len
         if draw.token == FAILED:
             self._seats.condemn(request)
             self._end(request, "error", "internal", "the model's output was not finite")
             return
-        self._completion_tokens += 1
+        self._counters.completion_tokens += 1
         reason = request.accept(draw.token)
-        self._replies(request).tokens.append(Token(request.key[1], draw.token, draw.logprob, draw.top))
+        self._seats.answered()
+        self._replies.token(request.key[0], Token(request.key[1], draw.token, draw.logprob, draw.top))
         if reason is not None:
+            self._seats.relieved()
             self._end(request, reason)
 
     def _end(self, request: Request, reason: FinishReason, code: str = "", message: str = "") -> None:
         if request.seated:
             self._seats.leave(request)
         self._leave_line(request)
+        self._accounts.close(request.account)
         del self._requests[request.key]
         mine = self._connections[request.key[0]]
         del mine[request.key]
         if not mine:
             del self._connections[request.key[0]]
-        self._replies(request).finished.append(request.finish(reason, code, message))
-
-    def _replies(self, request: Request) -> _Outgoing:
-        return self._outgoing.setdefault(request.key[0], _Outgoing())
+        self._replies.finished(request.key[0], request.finish(reason, self._clock(), code, message))

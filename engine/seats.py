@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.plan import Page, RequestKey
@@ -11,16 +14,33 @@ from stencilpress.engine.prefix import Chain, PrefixCache, Space
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
 
+CAUTION_UP, CAUTION_DOWN = 0.25, 0.98
+"""Added for each request preempted for a page; kept for each that ends of itself."""
+FIRST = -1
+"""Before all others in residency's order."""
+
+
+@dataclass(slots=True)
+class Grant:
+    """An adapter's slot: how many requests share it, and the longest answer of those that have left."""
+
+    requests: int = 0
+    longest_answer: int = 0
+
 
 class Seats:
-    """``taken`` are the seated requests, the longest seated first; ``granted`` counts them by adapter, likewise.
+    """``taken`` are the seated requests, the longest seated first; ``granted`` are their adapters, likewise.
 
+    ``caution`` is the part of the answers still owed for which a newcomer must leave pages: from none to all. It grows
+    with each preemption, so that a pool in which answers do not fit side by side is not thrashed for long.
     The first pages of a request may be common ones (engine/prefix.py): they hold full pages that are computed.
     """
 
     def __init__(self, limits: Limits, pool: Pool, residency: Residency, prefixes: PrefixCache) -> None:
         self.taken: dict[RequestKey, Request] = {}
-        self.granted: dict[str, int] = {}
+        self.granted: dict[str, Grant] = {}
+        self.caution = 0.0
+        self._owed_tokens = 0
         self._limits = limits
         self._pool = pool
         self._residency = residency
@@ -32,31 +52,31 @@ class Seats:
     def free(self) -> int:
         return self._limits.seats - len(self.taken)
 
-    @property
-    def last(self) -> Request:
-        """Whoever was seated last. There must be one."""
-        return next(reversed(self.taken.values()))
-
     def take(self, request: Request) -> bool:
         """Seat a request whose adapter is ready, with pages for all its tokens. False if the pool has too few.
 
-        One page beside is left for each who sits already, lest the newcomer be preempted for their next token.
+        Some are left for those who sit already, one for each at least, lest the newcomer be preempted for their sake.
+        Whoever finds nobody seated may have all that is not in use.
         """
+        order = request.order if self.taken else FIRST
+        if request.adapter is not None:
+            self._residency.want(request.adapter, order, request.tenant)  # lest it evict its own
         chain = self._prefixes.open(Space(request.adapter or "", request.tenant, request.salt), request.history)
         common = chain.pages if chain is not None else ()
         missing = self._limits.pages_for(len(request.history)) - len(common)
-        if not self._residency.make_room(missing + len(self.taken), request.arrival, request.tenant):
+        if not self._residency.make_room(missing + self._reserve(request), order, request.tenant):
             if chain is not None:
                 self._prefixes.close(chain)
             return False
         request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
         self.taken[request.key] = request
+        self._owed_tokens += request.owed
         if chain is not None:
             self._chains[request.key] = chain
             request.skip(self._prefixes.use(chain))
         if request.adapter is not None:
             self._residency.lease(request.adapter, request.tenant)
-            self.granted[request.adapter] = self.granted.get(request.adapter, 0) + 1
+            self.granted.setdefault(request.adapter, Grant()).requests += 1
         return True
 
     def landed(self, request: Request, count: int) -> None:
@@ -80,6 +100,7 @@ class Seats:
         """Take everything back; the request keeps its tokens."""
         del self.taken[request.key]
         self._slots.append(request.slot)
+        self._owed_tokens -= request.owed
         chain = self._chains.pop(request.key, None)
         pages = request.rise()
         self._pool.release(pages[len(chain) if chain is not None else 0 :])
@@ -87,9 +108,23 @@ class Seats:
             self._prefixes.close(chain)
         if request.adapter is not None:
             self._residency.release(request.adapter)
-            self.granted[request.adapter] -= 1
-            if not self.granted[request.adapter]:
+            grant = self.granted[request.adapter]
+            grant.requests -= 1
+            grant.longest_answer = max(grant.longest_answer, request.generated)
+            if not grant.requests:
                 del self.granted[request.adapter]
+
+    def answered(self) -> None:
+        """Somebody seated has got a token of the answer."""
+        self._owed_tokens -= 1
+
+    def pressed(self) -> None:
+        """Somebody is preempted for a page."""
+        self.caution = min(1.0, self.caution + CAUTION_UP)
+
+    def relieved(self) -> None:
+        """Somebody has had a whole answer."""
+        self.caution *= CAUTION_DOWN
 
     def grow(self, request: Request) -> bool:
         """Make sure that the next token has a page, evicting what idles or is only wanted. False if none is free."""
@@ -101,6 +136,15 @@ class Seats:
         request.pages += page or ()
         return page is not None
 
+    def victim(self, parked: Collection[int]) -> Request:
+        """Who gives up a seat for a page: of a parked gateway, else of the tenant that has had most the least urgent
+        and then the last one seated. There must be one."""
+        order = [
+            (request.key[0] in parked, request.account.counter, -request.priority, nth)
+            for nth, request in enumerate(self.taken.values())
+        ]
+        return next(islice(self.taken.values(), max(order)[-1], None))
+
     def holdings(self) -> Iterator[tuple[Owner, Sequence[Page]]]:
         """Who holds which pages, for :meth:`Pool.check`."""
         yield self._prefixes.holdings()
@@ -110,3 +154,9 @@ class Seats:
             if request.pages[: len(common)] != common:
                 raise PoolError(f"request {key} reads pages {request.pages} that should begin with {common}")
             yield key, request.pages[len(common) :]
+
+    def _reserve(self, newcomer: Request) -> int:
+        if not self.taken:
+            return 0
+        owed = self.caution * (self._owed_tokens + newcomer.owed)
+        return max(len(self.taken), math.ceil(owed / self._limits.page_tokens))

@@ -66,7 +66,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: Default = 0
     """Tokens of one step; 0 likewise."""
     max_waiting: Positive = 1024
-    """Requests that may wait; one more is refused with `overloaded`."""
+    """Requests that may wait; one more makes whoever has most waiting lose its last one, with `overloaded`."""
     max_loras: Default = 0
     """Distinct adapters in one step; 0 likewise."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64

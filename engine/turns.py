@@ -1,84 +1,108 @@
-"""Whose turn it is: first come, first served, with adapters that pass each other for a bounded time only."""
+"""Whose turn it is: the tenant that has had least, with adapters that pass each other for a bounded time only."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import islice
 
+from stencilpress.engine.limits import Limits
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
+from stencilpress.engine.seats import Seats
 from stencilpress.engine.waiting import Waiting
+
+OUTSIDERS = 64
+"""Adapters without a slot that are looked at: the first in residency's order, which is about that of their turns."""
+PREFILL_TURN_TOKENS = 2048
+"""Prompts are computed one after another, but a tenant that has had so much more than others lets theirs go first:
+several short ones are done sooner one by one than side by side, and a long one holds nobody up for longer."""
 
 
 class Turns:
-    """Picks the next request to be seated.
+    """Picks the next request to be seated: of the tenant with the least counter the most urgent one.
 
-    ``granted`` are the adapters that hold one of ``max_loras`` slots, the longest holder first; the scheduler keeps
-    it. A request has *aged* once ``patience_steps`` steps were planned since it came. What passes an aged request:
+    What may pass a request whose turn it is:
 
-    - It lacks a slot: as many of the longest holders as there are such adapters take no newcomers, so slots free.
-    - The pool lacks room for its adapter: nobody newer is seated, so pages free.
+    - It lacks a slot: anybody, until it has waited for as long as requests of the longest holder run, or for
+      ``patience_steps``. Then as many of the longest holders as there are such adapters, but half of the slots at most,
+      take no newcomers, so slots free.
+    - The pool lacks room for its adapter: anybody for ``patience_steps``; then nobody is seated, so pages free.
     - Its adapter is being read from disk: anybody, since nobody's standing back would make the disk faster.
     """
 
-    def __init__(
-        self, waiting: Waiting, residency: Residency, granted: Mapping[str, int], *, max_loras: int, patience_steps: int
-    ) -> None:
+    def __init__(self, limits: Limits, waiting: Waiting, residency: Residency, seats: Seats) -> None:
+        self.step = 0
         self._waiting = waiting
         self._residency = residency
-        self._granted = granted
-        self._max_loras = max_loras
-        self._patience_steps = patience_steps
-        self._arrivals_at_step: deque[int] = deque(maxlen=patience_steps)
+        self._seats = seats
+        self._max_loras = limits.max_loras
+        self._patience_steps = limits.patience_steps
+        self._outsiders: list[Request] | None = None
 
-    def begin_step(self, arrivals: int) -> None:
-        """A step is planned; so many requests have come so far."""
-        self._arrivals_at_step.append(arrivals)
+    def begin_step(self) -> None:
+        """A step is planned."""
+        self.step += 1
+        self._outsiders = None
+
+    def take(self, request: Request) -> None:
+        """The request that :meth:`next` has picked leaves its line for a seat."""
+        self._waiting.seat(request, self.step)
+        self._outsiders = None
 
     def next(self) -> Request | None:
-        """The oldest request that may be seated now."""
-        heads = (self._waiting.head(None), self._head_for_free_slot(), *self._heads_with_slot())
-        oldest = min((head for head in heads if head is not None), key=_arrival, default=None)
-        squeezed = self.aged_squeeze()
-        if oldest is not None and squeezed is not None and oldest.arrival > squeezed:
+        """The next request that may be seated now."""
+        chosen = min(self._insiders(), key=_turn, default=None)
+        if len(self._seats.granted) < self._max_loras:
+            fresh = next(iter(self._without_slot()), None)
+            if fresh is not None and (chosen is None or _turn(fresh) < _turn(chosen)):
+                chosen = fresh
+        squeezed = self.squeezed() if self._seats.taken else None
+        if chosen is not None and squeezed is not None and _turn(squeezed) < _turn(chosen):
             return None
-        return oldest
+        return chosen
 
-    def aged_squeeze(self) -> int | None:
-        """Arrival of the oldest aged request whose adapter the pool has no room for."""
-        squeezed = self._residency.squeezed_since()
-        return squeezed if squeezed is not None and squeezed <= self._aged else None
+    def squeezed(self) -> Request | None:
+        """The first request whose adapter has lacked room in the pool for too long."""
+        aged = self.step - self._patience_steps
+        heads = [
+            head
+            for digest in self._residency.squeezed()
+            if (head := self._waiting.head(digest)) is not None and self._waiting.since(digest) <= aged
+        ]
+        return min(heads, key=_turn, default=None)
 
-    @property
-    def _aged(self) -> int:
-        """Requests up to this arrival have aged."""
-        return self._arrivals_at_step[0] if len(self._arrivals_at_step) == self._patience_steps else 0
-
-    def _head_for_free_slot(self) -> Request | None:
-        if len(self._granted) >= self._max_loras:
-            return None
-        wants = self._residency.ready_wants()
-        return next((self._waiting.head(digest) for _, digest in wants if digest not in self._granted), None)
-
-    def _heads_with_slot(self) -> Iterator[Request]:
-        starving = self._starving()
-        for nth, adapter in enumerate(self._granted):
+    def _insiders(self) -> Iterator[Request]:
+        """Heads of lines that need no further slot, those apart that must let others have theirs."""
+        base = self._waiting.head(None)
+        if base is not None:
+            yield base
+        starving: list[Request] = []
+        if len(self._seats.granted) >= self._max_loras:
+            starving = self._without_slot()[: max(1, self._max_loras // 2)]
+        for nth, (adapter, grant) in enumerate(self._seats.granted.items()):
             head = self._waiting.head(adapter)
-            if head is not None and (nth >= len(starving) or head.arrival < starving[0]):
-                yield head
+            if head is None:
+                continue
+            if nth < len(starving) and _turn(starving[0]) < _turn(head):
+                patience = min(grant.longest_answer or self._patience_steps, self._patience_steps)
+                if self.step - self._waiting.since(starving[nth].adapter) >= patience:
+                    continue
+            yield head
 
-    def _starving(self) -> list[int]:
-        """Arrivals of aged requests that lack only a slot, oldest first, one an adapter."""
-        starving: list[int] = []
-        if len(self._granted) < self._max_loras:
-            return starving
-        for arrival, digest in self._residency.ready_wants():
-            if arrival > self._aged or len(starving) == self._max_loras:
-                break
-            if digest not in self._granted:
-                starving.append(arrival)
-        return starving
+    def _without_slot(self) -> list[Request]:
+        """Heads of lines whose adapter is in the pool but has no slot, in the order of their turns."""
+        if self._outsiders is None:
+            granted = self._seats.granted
+            digests = (digest for _, digest in self._residency.ready_wants() if digest not in granted)
+            heads = (self._waiting.head(digest) for digest in islice(digests, OUTSIDERS))
+            self._outsiders = sorted((head for head in heads if head is not None), key=_turn)
+        return self._outsiders
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def prefill_turn(request: Request) -> float:
+    """Of prompts to be computed those of a lower number go first, of equal ones the first seated."""
+    return request.account.counter // PREFILL_TURN_TOKENS
+
+
+def _turn(request: Request) -> tuple[float, tuple[int, int]]:
+    return request.account.counter, request.urgency

@@ -3,50 +3,123 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 
+from stencilpress.engine.accounts import Accounts
 from stencilpress.engine.request import Request
+
+COMPACT_AT = 64
+"""Stale entries of a line's heap that are put up with before it is built anew."""
+
+
+class _Line:
+    """The requests of one adapter, tenant by tenant.
+
+    ``since`` is the step at which the first of them came, or the last one left for a seat. The heap has each tenant's
+    first request under a counter that may have grown since, and some that are first no more.
+    """
+
+    __slots__ = ("heap", "queues", "since")
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self.queues: dict[int, list[Request]] = {}
+        self.heap: list[tuple[float, tuple[int, int], int]] = []
+
+    def file(self, request: Request) -> None:
+        """Put a tenant's first request into the heap."""
+        heappush(self.heap, _entry(request))
+        if len(self.heap) > 2 * len(self.queues) + COMPACT_AT:
+            self.heap = [_entry(queue[0]) for queue in self.queues.values()]
+            heapify(self.heap)
+
+    def head(self) -> Request:
+        """The first request of the tenant that has had least. The line must not be empty."""
+        while True:
+            counter, urgency, tenant = self.heap[0]
+            queue = self.queues.get(tenant)
+            if queue is None or queue[0].urgency != urgency:
+                heappop(self.heap)
+            elif queue[0].account.counter > counter:
+                heapreplace(self.heap, _entry(queue[0]))
+            else:
+                return queue[0]
 
 
 class Waiting:
-    """Lines in order of arrival. A preempted request steps back into its place, not to the end.
+    """Within a line the tenant goes first that has had least; of its requests the most urgent one.
 
-    Nothing here looks at more than one line, so its cost does not grow with the number of adapters.
+    A preempted request steps back into its place, not to the end. Nothing here looks at more than one line, so its
+    cost does not grow with the number of adapters.
     """
 
-    def __init__(self) -> None:
-        self._lines: dict[str | None, list[Request]] = {}
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._lines: dict[str | None, _Line] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, step: int) -> None:
         """Put a request into its adapter's line."""
-        insort(self._lines.setdefault(request.adapter, []), request, key=_arrival)
+        line = self._lines.get(request.adapter)
+        if line is None:
+            line = self._lines[request.adapter] = _Line(step)
+        self._accounts.wait(request)
+        queue = line.queues.setdefault(request.account.tenant, [])
+        insort(queue, request, key=_urgency)
+        if queue[0] is request:
+            line.file(request)
         self._size += 1
 
     def discard(self, request: Request) -> bool:
         """Take a request out of its line, wherever in it it stands. False if it was in none."""
-        line = self._lines.get(request.adapter, [])
-        place = bisect_left(line, request.arrival, key=_arrival)
-        if place == len(line) or line[place] is not request:
+        account = request.account
+        if request.key not in account.waiting:
             return False
-        del line[place]
+        line = self._lines[request.adapter]
+        queue = line.queues[account.tenant]
+        place = bisect_left(queue, request.urgency, key=_urgency)
+        del queue[place]
+        self._accounts.stop_waiting(request)
         self._size -= 1
-        if not line:
-            del self._lines[request.adapter]
+        if not queue:
+            del line.queues[account.tenant]
+            if not line.queues:
+                del self._lines[request.adapter]
+        elif place == 0:
+            line.file(queue[0])
         return True
 
+    def seat(self, request: Request, step: int) -> None:
+        """Take a request out of its line for a seat."""
+        self._lines[request.adapter].since = step
+        self.discard(request)
+
     def head(self, adapter: str | None) -> Request | None:
-        """The oldest request of a line; None if nobody waits there."""
+        """Whose turn it is in a line; None if nobody waits there."""
         line = self._lines.get(adapter)
-        return line[0] if line else None
+        return line.head() if line is not None else None
 
-    def line(self, adapter: str | None) -> Sequence[Request]:
-        """A copy of a line, oldest first."""
-        return tuple(self._lines.get(adapter, ()))
+    def since(self, adapter: str | None) -> int:
+        """The step since which a line that is not empty has not had a seat."""
+        return self._lines[adapter].since
+
+    def line(self, adapter: str | None) -> Iterator[Request]:
+        """A copy of a line, tenant by tenant."""
+        line = self._lines.get(adapter)
+        return iter([request for queue in line.queues.values() for request in queue] if line is not None else ())
+
+    def adapters(self) -> Iterator[str]:
+        """A copy of the adapters for which somebody waits."""
+        return iter([adapter for adapter in self._lines if adapter is not None])
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _entry(request: Request) -> tuple[float, tuple[int, int], int]:
+    return request.account.counter, request.urgency, request.account.tenant
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    return request.urgency

@@ -17,7 +17,8 @@ from stencilpress.engine.residency import Residency
 from stencilpress.engine.scheduler import Scheduler
 
 IDLE_POLL_S = 1.0
-"""Longest sleep with nothing to run. Messages and finished loads end it; it only bounds how late housekeeping is."""
+"""Longest sleep with nothing to run. Messages, finished loads and the next deadline end it; it only bounds how late
+housekeeping is."""
 MAX_HELD = 1024
 """Messages kept for a gateway whose reply ring is full. One that provokes more without reading is dropped."""
 MAX_ENSURES = 256
@@ -113,7 +114,8 @@ class Worker:
     # Drain
 
     def _drain(self) -> None:
-        for event in self._link.poll(IDLE_POLL_S if self._resting else 0.0):
+        timeout_s = min(IDLE_POLL_S, self._scheduler.seconds_to_deadline()) if self._resting else 0.0
+        for event in self._link.poll(timeout_s):
             if isinstance(event, Closed):
                 self._forget(event)
             else:

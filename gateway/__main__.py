@@ -40,6 +40,7 @@ from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
+from stencilpress.gateway.tracing import Tracing, tracing
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
@@ -82,9 +83,11 @@ async def _serve(settings: GatewaySettings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    context = tls_context(settings)
+    context, traces = tls_context(settings), tracing(settings)
     async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(_services(settings))
+        if traces is not None:
+            stack.push_async_callback(traces.close)
+        services = await stack.enter_async_context(_services(settings, traces))
         runner = create_runner(services, LAST_EVENTS_S)
         await runner.setup()
         gc.collect()
@@ -103,7 +106,7 @@ async def _serve(settings: GatewaySettings) -> int:
 
 
 @asynccontextmanager
-async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
+async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncIterator[Services]:
     names, tokenizer = _read_model(Path(settings.model_dir))
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
@@ -130,6 +133,7 @@ async def _services(settings: GatewaySettings) -> AsyncIterator[Services]:
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
+            tracing=traces,
         )
 
 

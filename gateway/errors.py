@@ -176,6 +176,15 @@ class EngineLostError(UnavailableError):
     code = "engine_lost"
 
 
+class DeadlineExceededError(ApiError):
+    """The time that the caller or the operator lets a request wait is over. A client that tried again by itself would
+    wait as long once more."""
+
+    status = 503
+    code = "deadline_exceeded"
+    headers: Mapping[str, str] = {"Retry-After": str(RETRY_AFTER_S), "x-should-retry": "false"}
+
+
 class RequestTimeoutError(ApiError):
     """The answer took too long. The same request would take as long again."""
 
@@ -211,7 +220,7 @@ def from_finished(finished: Finished) -> ApiError:
         case "overloaded":
             return OverloadedError("The server is overloaded; try again shortly.")
         case "deadline":
-            return OverloadedError("The request waited too long for its turn; try again shortly.")
+            return DeadlineExceededError("The request waited too long for its turn.")
         case "engine_lost":
             return EngineLostError("The engine stopped while it was working on your request; try again.")
     return InternalError(finished.message)

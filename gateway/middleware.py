@@ -42,15 +42,19 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     observed = Observation()
     request[REQUEST_ID], request[ARRIVED_AT] = observed.request_id, observed.arrived_at
     CURRENT.set(observed)  # a connection's next request is handled in the same context and sets its own
-    status = "closed"  # what stays if the client leaves and the handler is cancelled
+    route, tracing = _route(request), request.app[SERVICES].tracing
+    span = tracing.begin(f"{request.method} {route}", request.headers, observed) if tracing else None
+    code, status = CLIENT_CLOSED, "closed"  # what stays if the client leaves and the handler is cancelled
     try:
         response = await _answered(request, handler)
-        status = f"{response.status // 100}xx"
+        code, status = response.status, f"{response.status // 100}xx"
         return response
     except ConnectionError:
         return web.Response(status=CLIENT_CLOSED)  # goes nowhere: the client is gone
     finally:
-        route = _route(request)
+        if tracing and span:
+            http = {"http.request.method": request.method, "http.route": route, "http.response.status_code": code}
+            tracing.end(span, observed, failed=code >= 500, **http)
         request.app[SERVICES].metrics.requests.labels(route, status).inc()
         observed.log(request.method, route, status, logging.DEBUG if route in PROBES else logging.INFO)
 

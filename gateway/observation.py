@@ -23,6 +23,8 @@ class Observation:
     """``time.perf_counter()`` when the head of the request was read."""
     tenant: str = ""
     key_id: str = ""
+    trace_id: str = ""
+    """Where traces are made."""
     model: str = ""
     """As the answer names it: resolved to a version."""
     adapter: str = ""
@@ -64,4 +66,7 @@ CURRENT: ContextVar[Observation] = ContextVar("observation")
 def log_context() -> dict[str, str]:
     """What every log line of a request carries."""
     observed = CURRENT.get(None)
-    return {} if observed is None else {"request_id": observed.request_id, "tenant": observed.tenant}
+    if observed is None:
+        return {}
+    trace = {"trace_id": observed.trace_id} if observed.trace_id else {}
+    return {"request_id": observed.request_id, "tenant": observed.tenant, **trace}

@@ -19,7 +19,12 @@ from stencilpress.gateway.settings import GatewaySettings
 CERTIFICATE_INTERVAL_S = 60.0
 """How often the files of a certificate are looked at."""
 PREFLIGHT_AGE_S = 600
-_EXPOSED = "x-request-id, retry-after, retry-after-ms, x-should-retry"
+_EXPOSED = ", ".join(
+    (
+        *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
+        *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+    )
+)
 
 logger = logging.getLogger(__name__)
 

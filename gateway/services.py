@@ -21,6 +21,7 @@ from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
+from stencilpress.gateway.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Services:
     started_at: int
     """Seconds since the epoch."""
     websockets: WeakSet[web.WebSocketResponse]
+    tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
 

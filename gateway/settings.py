@@ -56,6 +56,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
     log_format: LogFormat = "text"
+    otlp_endpoint: str = ""
+    """Collector of traces that speaks OTLP over HTTP, such as ``http://collector:4318``."""
+    trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of traces that are kept, unless the caller's trace says so already."""
     engines: Annotated[int, Meta(ge=1, le=MAX_ENGINES)] = 1
     """Engines behind this gateway."""
     engine_socket: str

@@ -11,6 +11,7 @@ import click
 
 from stencilpress import __version__
 from stencilpress.admin import adapter
+from stencilpress.backup_commands import backup, restore
 from stencilpress.catalog_commands import audit, catalog
 from stencilpress.console import Commands, Place, place_options, schema_refusals_told
 from stencilpress.key_commands import key
@@ -29,6 +30,8 @@ for group in (tenant, key, adapter, audit, catalog):
 main.add_command(serve)
 main.add_command(engine)
 main.add_command(gateway)
+main.add_command(backup)
+main.add_command(restore)
 
 
 @main.command()

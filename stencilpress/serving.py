@@ -28,7 +28,7 @@ ENGINE_OPTIONS = {
     "max_model_len": "Longest prompt plus answer in tokens; 0 takes the model's context.",
     "max_num_seqs": "Requests that run at once; 0 takes 64 on a CPU, 256 on a GPU.",
     "max_num_batched_tokens": "Tokens of one step; 0 takes 512 on a CPU, 8192 on a GPU.",
-    "max_waiting": "Requests that may wait; one more is refused.",
+    "max_waiting": "Requests that may wait; tenants have fair parts of the places.",
     "max_loras": "Distinct adapters in one step; 0 takes 16 on a CPU, 128 on a GPU.",
     "max_lora_rank": "Largest rank of an adapter.",
     "max_cpu_loras": "Adapters whose images stay in host memory.",

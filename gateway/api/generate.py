@@ -79,7 +79,8 @@ async def plan_generation(
         tenant=caller.tenant_id,
         weight=caller.limits.weight,
         salt=caller.salt,
-        max_wait_ms=round(services.settings.max_wait_s * 1000),
+        priority=-(request.priority or 0),  # clients count as vLLM does: the lower, the earlier
+        max_wait_ms=_max_wait_ms(request.max_wait_ms, services.settings.max_wait_s),
     )
     submits: list[Submit] = []
     for prompt in prompts:
@@ -93,6 +94,12 @@ async def plan_generation(
         template.sampling.logprobs >= 0,
     )
     return Generation(route.echo, submits, rules, request.n or 1, caller, route)
+
+
+def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
+    """The shorter of what the caller and the operator allow; 0 if neither limits it."""
+    limits = [limit_ms for limit_ms in (asked_ms or 0, round(allowed_s * 1000)) if limit_ms]
+    return min(limits, default=0)
 
 
 def _submits(template: Submit, prompt: list[int], max_tokens: int, seeds: Sequence[int]) -> Iterator[Submit]:

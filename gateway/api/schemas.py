@@ -26,6 +26,7 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_ELEMENTS = 1 << 18
 """Commas in a prompt or in the messages: decoding more would hold the event loop for too long."""
+MAX_WAIT_MS = 3_600_000
 MAX_FIELD_BYTES = 64 << 10
 """Of any other field, as JSON."""
 _BULKY = ("messages", "prompt", "tokens")
@@ -74,6 +75,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    # Ours.
+    max_wait_ms: Annotated[int, Meta(ge=1, le=MAX_WAIT_MS)] | None = None
     # Accepted without effect.
     user: Text | None = None
     metadata: dict[str, str] | None = None

@@ -195,6 +195,8 @@ class ChatConnection:
         """One response from its body to ``response.done``; a refused body ends it with an ``error`` event."""
         observed, outcome = Observation(CURRENT.get().request_id), "closed"
         CURRENT.set(observed)  # of this task alone
+        tracing = self._services.tracing
+        span = tracing.begin("WS response.create", self._request.headers, observed) if tracing else None
         try:
             await self._answer(response, body, observed.arrived_at)
             outcome = _status(response.reasons)
@@ -206,6 +208,8 @@ class ChatConnection:
                 await self._send_failure(response, to_api_error(error, self._request))
         finally:
             del self._responses[response.id]
+            if tracing and span:
+                tracing.end(span, observed, failed=outcome == "failed")
             observed.log("WS", "response.create", outcome)
 
     async def _answer(self, response: _Response, body: msgspec.Raw, arrived_at: float) -> None:

@@ -113,6 +113,37 @@ async def test_texts_do_not_depend_on_neighbours_preemption_or_eviction(
             assert process.wait(LIMIT_S) == 0
 
 
+async def test_a_flood_of_one_tenant_lets_anothers_request_through(
+    tmp_path: Path, model_dir: Path, adapters_dir: Path, digests: list[str]
+) -> None:
+    """Sixty long requests wait at one gateway; at another one a short request ends long before them."""
+    flooding = Submit(0, pack_tokens([1, 2, 3]), digests[0], 150, Sampling(), tenant=1)
+    small = Submit(0, pack_tokens([4, 5]), digests[1], 5, Sampling(), tenant=2)
+    ended: list[Finished] = []
+
+    async def flood(client: EngineClient) -> None:
+        ended.append((await generate(client, flooding))[1])
+
+    with engine(tmp_path / "sock", model_dir, adapters_dir, max_num_seqs=2, max_loras=1, max_waiting=60):
+        async with (
+            asyncio.timeout(LIMIT_S),
+            EngineClient(tmp_path / "sock") as greedy,
+            EngineClient(tmp_path / "sock") as polite,
+        ):
+            await asyncio.gather(greedy.wait_ready(), polite.wait_ready())
+            tasks = [asyncio.create_task(flood(greedy)) for _ in range(62)]
+            while (await greedy.stats()).waiting < 50:  # noqa: ASYNC110 - the engine tells when it is asked
+                await asyncio.sleep(0.01)
+            text, finished = await generate(polite, small)
+            assert (len(text), finished.reason) == (5, "length")
+            assert len(ended) <= 6, "two run, and those that end before the slot is free"
+            late = Submit(0, pack_tokens([4]), digests[0], 5, Sampling(), tenant=1, max_wait_ms=1)
+            _, refused = await generate(greedy, late)
+            assert (refused.reason, refused.code) == ("error", "deadline")
+            for task in tasks:
+                task.cancel()
+
+
 def test_the_engine_ends_with_its_supervisor(tmp_path: Path, model_dir: Path, adapters_dir: Path) -> None:
     """The lifeline is held before the model is loaded."""
     ours, theirs = os.pipe()

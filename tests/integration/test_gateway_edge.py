@@ -120,8 +120,10 @@ async def test_an_answer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 async def test_the_engine_is_told_how_long_a_request_may_wait(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, max_wait_s=1.5) as gateway:
-        await gateway.post("/v1/completions", {"model": "base", "prompt": "abc", "max_tokens": 1})
-        assert gateway.engine.submits[0].max_wait_ms == 1500
+        body = {"model": "base", "prompt": "abc", "max_tokens": 1}
+        for asked in ({}, {"max_wait_ms": 900}, {"max_wait_ms": 2000}):
+            await gateway.post("/v1/completions", {**body, **asked})
+        assert [submit.max_wait_ms for submit in gateway.engine.submits] == [1500, 900, 1500]
 
 
 def issue(folder: Path, authority: trustme.CA) -> dict[str, str]:

@@ -112,11 +112,13 @@ async def test_what_was_asked_reaches_the_engine(gateway: Gateway) -> None:
         logprobs=True,
         top_logprobs=2,
         logit_bias={"5": -100},
-        extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [9], "ignore_eos": True},
+        extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [9], "ignore_eos": True}
+        | {"priority": 2, "max_wait_ms": 1500},
     )
     (submit,) = gateway.engine.submits
     sampling = submit.sampling
     assert (submit.adapter, submit.max_tokens, submit.stop_ids) == ("a" * 64, 3, (9,))
+    assert (submit.priority, submit.max_wait_ms) == (-2, 1500), "a client's lower number is the engine's higher one"
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 4, 0.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
     assert (sampling.seed, sampling.logprobs, sampling.logit_bias) == (-7, 2, {5: -100})

@@ -324,24 +324,24 @@ def test_a_want_without_room_is_told_until_it_is_leased() -> None:
     assert blocker is not None
     library.residency.want("a", 7)
     library.turn()
-    assert library.residency.squeezed_since() == 7
+    assert list(library.residency.squeezed()) == ["a"]
     library.pool.release(blocker)
     library.turn()
     assert library.residency.ready("a")
-    assert library.residency.squeezed_since() == 7, "it could be evicted again before its request is seated"
+    assert list(library.residency.squeezed()) == ["a"], "it could be evicted again before its request is seated"
     library.residency.lease("a")
-    assert library.residency.squeezed_since() is None
+    assert list(library.residency.squeezed()) == []
 
 
 def test_a_wanted_adapter_that_was_evicted_is_told_as_well() -> None:
     library = Library(pages=2)
     library.residency.want("a", 7)
     library.turn()
-    assert library.residency.squeezed_since() is None
+    assert list(library.residency.squeezed()) == []
     assert library.residency.evict_one()
-    assert library.residency.squeezed_since() == 7
+    assert list(library.residency.squeezed()) == ["a"]
     library.residency.unwant("a")
-    assert library.residency.squeezed_since() is None
+    assert list(library.residency.squeezed()) == []
 
 
 def test_a_want_on_disk_squeezes_nobody() -> None:
@@ -351,7 +351,7 @@ def test_a_want_on_disk_squeezes_nobody() -> None:
     library.residency.want("b", 6)
     library.pump()
     assert library.residency.evict_one(), "a is wanted by 7 alone"
-    assert library.residency.squeezed_since() is None, "a waits for a read now"
+    assert list(library.residency.squeezed()) == [], "a waits for a read now"
 
 
 def test_only_what_is_in_the_pool_can_be_leased() -> None:
@@ -402,7 +402,7 @@ def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
     library.residency.want("d", 9, tenant=2)
     library.turn()
     assert not library.residency.ready("d")
-    assert library.residency.squeezed_since() is None, "it holds up nobody else"
+    assert list(library.residency.squeezed()) == [], "it holds up nobody else"
     library.residency.release("b")
     library.turn()
     assert library.residency.ready("d")

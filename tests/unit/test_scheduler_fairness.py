@@ -111,15 +111,27 @@ def wait_behind_a_stream(engine: Engine, adapter: str | None, patient: Client, l
     return limit
 
 
-@pytest.mark.parametrize(("patience", "starves"), [(10, False), (10_000, True)])
-def test_a_stream_on_one_adapter_lets_another_have_the_only_slot(patience: int, starves: bool) -> None:
-    engine = make_engine(max_loras=1, max_num_seqs=4, patience_steps=patience)
-    for i in range(3):
-        engine.submit((2, i), [1] * 8, 4 + 2 * i, "A")
-    for _ in range(3):
+@pytest.mark.parametrize("tenant", [0, 7])
+@pytest.mark.parametrize("patience", [5, 10_000])
+@pytest.mark.parametrize("longest", [20, 200])
+def test_a_stream_on_one_adapter_lets_another_start_within_two_of_its_longest(
+    longest: int, patience: int, tenant: int
+) -> None:
+    """Of the same tenant as the stream, or another one; however patient the settings are."""
+    engine = make_engine(max_loras=1, max_num_seqs=4, max_model_len=longest + 8, patience_steps=patience, quick=True)
+    rng = random.Random(longest)
+    last = 0
+    patient = None
+    while patient is None or patient.began_at_step is None:
+        while sum(key[0] == 2 for key in engine.live) < 6:
+            last += 1
+            engine.submit((2, last), [1] * 8, rng.choice((longest // 4, longest)), "A", tenant=7)
+        if engine.steps == 3 * longest:
+            patient = engine.submit((1, 1), [1], 4, "B", tenant=tenant)
         engine.step()
-    patient = engine.submit((1, 1), [1], 4, "B")
-    assert (wait_behind_a_stream(engine, "A", patient, 500) == 500) == starves
+        if patient is not None:
+            assert engine.steps - patient.came_at_step <= 2 * (longest + 4), "prompts take some steps, too"
+    engine.run_until_idle()
 
 
 @pytest.mark.parametrize(("patience", "starves"), [(10, False), (10_000, True)])

@@ -1,0 +1,196 @@
+"""Engine and gateway as processes of their own that share a socket, and the compose file that starts them so."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from openai import OpenAI
+
+from stencilpress.cli import main
+from stencilpress.engine.settings import EngineSettings
+from stencilpress.gateway.settings import GatewaySettings
+from tests.integration.conftest import Cli
+from tests.integration.test_supervisor import eventually
+from tests.tiny import BASE_ID
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+PROFILES = ("gpu", "cpu")
+
+
+@pytest.fixture(scope="module")
+def composed() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
+    return loaded
+
+
+def ours(composed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Services that run our image."""
+    return {name: service for name, service in composed["services"].items() if "build" in service}
+
+
+def compose_client() -> list[str] | None:
+    """A client that can read a compose file; none needs a daemon for that."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    docker = shutil.which("docker")
+    if docker and subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode == 0:
+        return [docker, "compose"]
+    return None
+
+
+@pytest.mark.skipif(compose_client() is None, reason="no compose client on this machine")
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_compose_client_accepts_the_file(profile: str) -> None:
+    client = compose_client()
+    assert client is not None
+    command = [*client, "-f", str(COMPOSE), "--profile", profile, "config"]
+    environment = {**os.environ, "POSTGRES_PASSWORD": "secret"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    services = yaml.safe_load(done.stdout)["services"]
+    assert f"engine{'-cpu' * (profile == 'cpu')}" in services
+    assert services["gateway"]["environment"]["STENCILPRESS_DATABASE_URL"].startswith("postgresql://")
+    environment.pop("POSTGRES_PASSWORD")
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode != 0
+    assert "set a password" in refused.stderr
+
+
+def test_every_service_runs_a_command_that_exists(composed: dict[str, Any]) -> None:
+    for name, service in ours(composed).items():
+        assert service["command"][0] in main.commands, name
+
+
+def test_every_variable_is_a_setting(composed: dict[str, Any]) -> None:
+    options = {parameter.envvar for command in commands(main) for parameter in command.params}
+    settings = {*EngineSettings.__struct_fields__, *GatewaySettings.__struct_fields__}
+    known = options | {f"STENCILPRESS_{field.upper()}" for field in settings}
+    for name, service in ours(composed).items():
+        assert set(service["environment"]) <= known, name
+
+
+def commands(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        yield from commands(command) if isinstance(command, click.Group) else (command,)
+
+
+def test_what_services_lean_on_is_there(composed: dict[str, Any]) -> None:
+    services = composed["services"]
+    for name, service in services.items():
+        for needed, how in service.get("depends_on", {}).items():
+            assert needed in services, name
+            assert how["condition"] != "service_healthy" or "healthcheck" in services[needed], name
+        for volume in service.get("volumes", ()):
+            assert volume.partition(":")[0] in composed["volumes"], name
+
+
+def test_gateway_and_engines_share_the_sockets_folder(composed: dict[str, Any]) -> None:
+    services = [service for service in ours(composed).values() if service["command"][0] in ("gateway", "engine")]
+    assert len(services) == 3
+    assert len({service["environment"]["STENCILPRESS_ENGINE_SOCKET"] for service in services}) == 1
+    folder = os.path.dirname(services[0]["environment"]["STENCILPRESS_ENGINE_SOCKET"])  # noqa: PTH120 - not of this machine
+    assert all(f"run:{folder}" in service["volumes"] for service in services)
+    drain_s = float(composed["services"]["gateway"]["environment"]["STENCILPRESS_DRAIN_S"])
+    assert float(composed["services"]["gateway"]["stop_grace_period"].removesuffix("s")) >= drain_s + 2.5
+
+
+def test_the_image_has_what_the_services_use(composed: dict[str, Any]) -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    for folder in ("/data", "/run/stencilpress"):
+        assert re.search(rf"^    && install -d .*{folder}\b", text, re.MULTILINE), folder
+    extras = re.search(r"'\.\[(.*)\]'", text)
+    assert extras
+    project = (ROOT / "pyproject.toml").read_text()
+    for extra in extras[1].split(","):
+        assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+@contextmanager
+def running(*arguments: str, data: Path) -> Iterator[subprocess.Popen[str]]:
+    """One of the commands; whatever the test did, it has ended."""
+    command = [sys.executable, "-m", "stencilpress.cli", *arguments, "--data", str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
+    cli: Cli, data: Path, base_folder: Path, tmp_path: Path
+) -> None:
+    cli("pull", base_folder, "--base-id", BASE_ID)
+    cli("migrate")
+    cli("tenant", "add", "acme")
+    key = cli("key", "create", "acme").stdout.strip()
+    socket = tmp_path / "sockets" / "engine.sock"
+    socket.parent.mkdir()
+    engine = ("engine", "--socket", str(socket), "--model", BASE_ID, "--device", "cpu", "--threads", "1")
+    with ExitStack() as stack:
+        first = stack.enter_context(running(*engine, data=data))
+        gateway = ("gateway", "--engine-socket", str(socket), "--model", BASE_ID, "--port", "0")
+        front = stack.enter_context(running(*gateway, data=data))
+        assert front.stdout is not None
+        url = front.stdout.readline().split()[-1]
+        with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30) as api:
+
+            def answer() -> str:
+                return api.completions.create(model="base", prompt="ab", max_tokens=5, temperature=0).choices[0].text
+
+            text = answer()
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(10) == 0
+            assert not socket.exists()
+            eventually(lambda: not ready(url))
+            stack.enter_context(running(*engine, data=data))
+            eventually(lambda: ready(url), 60)
+            assert answer() == text
+        second = stack.enter_context(running(*engine, data=data))
+        assert second.wait(30) == 1
+        assert second.stderr is not None
+        assert f"already serves the socket {socket}" in second.stderr.read()
+        front.send_signal(signal.SIGTERM)
+        assert front.wait(10) == 0
+
+
+def test_a_model_that_was_not_pulled_is_named(cli: Cli, tmp_path: Path) -> None:
+    refused = cli("engine", "--socket", tmp_path / "engine.sock", "--model", "nobody", code=1)
+    assert "the model nobody is not in" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--engines", "2", "--devices", "0"), "must name one device for each of 2 engines"),
+        (("--devices", "0,,1"), "must name one device"),
+        (("--engines", "65"), "is not in the range 1<=x<=64"),
+    ],
+)
+def test_engines_without_a_device_each_are_refused(
+    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], told: str
+) -> None:
+    refused = cli("serve", *arguments, code=2)
+    assert told in refused.stderr

@@ -1,0 +1,131 @@
+"""What holds under any load: hypothesis picks the engine, the tenants and the traffic; the simulator checks each step.
+
+Page books, pinned pages, adapters in a step, one terminal message a request, deadlines: all are asserted by
+:class:`tests.unit.simulator.Engine` while these run.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stencilpress.engine.limits import Limits
+from tests.unit.simulator import VOCAB, Client, Engine
+
+EXAMPLES = 20
+STEPS = 5_000
+"""Of each example: 100,000 in all for each property."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """An engine and its tenants; tenant ``t`` has weight ``weights[t]`` and uses ``adapters[t]`` (None: the base)."""
+
+    seed: int
+    seats: int
+    budget: int
+    max_loras: int
+    pages: int
+    ahead: bool
+    weights: tuple[float, ...]
+    adapters: tuple[tuple[str | None, ...], ...]
+    rng: random.Random = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rng", random.Random(self.seed))
+
+    def engine(self) -> Engine:
+        digests = {digest for own in self.adapters for digest in own if digest is not None}
+        limits = Limits(
+            max_num_seqs=self.seats,
+            max_num_batched_tokens=self.budget,
+            max_loras=self.max_loras,
+            max_waiting=10_000,
+            max_model_len=64,
+            page_tokens=4,
+            vocab_size=VOCAB,
+            patience_steps=32,
+        )
+        needs = {digest: 1 + i % 5 for i, digest in enumerate(sorted(digests))}
+        return Engine(limits, pages=self.pages, needs=needs, max_cpu_loras=8, ahead=self.ahead, quick=True)
+
+    def submit(self, engine: Engine, tenant: int, id_: int) -> Client:
+        return engine.submit(
+            (1 + id_ % 3, id_),
+            [1] * self.rng.randint(1, 24),
+            self.rng.randint(1, 24),
+            self.rng.choice(self.adapters[tenant]),
+            tenant=tenant,
+            weight=self.weights[tenant],
+        )
+
+
+@st.composite
+def loads(draw: st.DrawFn, *, shared: bool) -> Load:
+    """``shared``: every tenant uses the base and adapters that all may use, so that nothing but its share limits it."""
+    tenants = draw(st.integers(2, 6))
+    common = (None, *(f"common-{i}" for i in range(draw(st.integers(0, 2)))))
+    own = [tuple(f"own-{t}-{i}" for i in range(draw(st.integers(1, 4)))) for t in range(tenants)]
+    return Load(
+        seed=draw(st.integers(0, 2**32)),
+        seats=draw(st.integers(1, 12)),
+        budget=draw(st.sampled_from((8, 16, 64))),
+        max_loras=draw(st.integers(2 if shared else 1, 4)),
+        pages=draw(st.integers(40, 300)),
+        ahead=draw(st.booleans()),
+        weights=tuple(draw(st.sampled_from((0.5, 1.0, 2.0, 3.0))) for _ in range(tenants)),
+        adapters=tuple(common if shared else (*common, *own[t]) for t in range(tenants)),
+    )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(loads(shared=True))
+def test_under_saturation_tenants_get_their_shares(load: Load) -> None:
+    engine = load.engine()
+    last = 0
+    waiting = [0] * len(load.weights)
+    tenants: dict[int, tuple[int, Client]] = {}
+    served = [0.0] * len(load.weights)
+    for _ in range(STEPS):
+        for tenant in range(len(load.weights)):
+            while waiting[tenant] < load.seats + 2:
+                last += 1
+                tenants[last] = tenant, load.submit(engine, tenant, last)
+                waiting[tenant] += 1
+        engine.step()
+        for id_ in [id_ for id_, (_, client) in tenants.items() if client.finished is not None]:
+            tenant, client = tenants.pop(id_)
+            waiting[tenant] -= 1
+            served[tenant] += len(client.prompt) + 2 * len(client.text)
+    shares = [tokens / weight for tokens, weight in zip(served, load.weights, strict=True)]
+    fair = sum(served) / sum(load.weights)
+    assert all(abs(share / fair - 1) < 0.1 for share in shares), [share / fair for share in shares]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(loads(shared=False))
+def test_no_request_starves(load: Load) -> None:
+    """Ten of each tenant are always there, of a price of 72 at most. The slowest engine, with a single seat, computes a
+    price of 2 a step; a tenant's part of that is its weight, and each adapter has its turn of a slot and of the pool.
+    """
+    engine = load.engine()
+    live = dict.fromkeys(range(len(load.weights)), 0)
+    clients: dict[int, tuple[int, Client]] = {}
+    last = 0
+    slots = 64 * (1 + len({digest for own in load.adapters for digest in own}))
+    bounds = [360 * sum(load.weights) / weight + slots for weight in load.weights]
+    for _ in range(STEPS):
+        for tenant, count in live.items():
+            for _ in range(10 - count):
+                last += 1
+                clients[last] = tenant, load.submit(engine, tenant, last)
+                live[tenant] += 1
+        engine.step(load_speed=load.rng.choice((0, 1, 3)))
+        for id_ in [id_ for id_, (_, client) in clients.items() if client.finished is not None]:
+            live[clients.pop(id_)[0]] -= 1
+        for tenant, client in clients.values():
+            if client.began_at_step is None:
+                assert engine.steps - client.came_at_step < bounds[tenant]
