@@ -16,13 +16,16 @@ from torch import Tensor
 BATCHES_SINCE = 13000
 """CUDA's version whose ``cudaMemcpyBatchAsync`` is called here; the one before takes other arguments."""
 
+FEW_PIECES = 32
+"""So few start sooner one by one, and take as long."""
+
 Piece = tuple[int, Tensor]
 """Where it goes, in bytes from the start, and bytes in host memory, pinned if the target is on a GPU."""
 
 
 def copy_pieces(target: Tensor, pieces: Sequence[Piece]) -> None:
     """Copy pieces into a flat uint8 tensor, in order on the current stream. They must stay as they are until then."""
-    batch = _batch_call() if target.is_cuda else None
+    batch = _batch_call() if target.is_cuda and len(pieces) > FEW_PIECES else None
     if batch is not None:
         batch(target, pieces)
         return

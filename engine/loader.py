@@ -131,20 +131,27 @@ class Loader:
 
     def _place(self, hosted: Hosted, pages: tuple[int, ...]) -> AdapterView:
         image, placed, memory = hosted.image, hosted.layout, self._memory
-        table = slice_table(image.header, placed, pages)
         table_offset = pages[placed.table_page] * memory.geometry.page_elems + placed.table_offset
         payload, width = torch.from_numpy(image.payload), memory.geometry.dtype_bytes
-        table_bytes = torch.from_numpy(table).view(torch.uint8)
-        pieces = [(table_offset * width, table_bytes if self._stream is None else table_bytes.pin_memory())]
-        for page, run in zip(pages, placed.runs, strict=False):
-            source = payload[run.start * width : (run.start + run.elems) * width]
-            pieces.append((page * memory.geometry.page_bytes, source))
+        runs = [
+            (page * memory.geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width])
+            for page, run in zip(pages, placed.runs, strict=False)
+        ]
         with self._own_stream():
-            copy_pieces(self._pool_bytes, pieces)
+            try:
+                copy_pieces(self._pool_bytes, runs)
+                table = slice_table(image.header, placed, pages)  # while the copies run
+                copy_pieces(self._pool_bytes, [(table_offset * width, self._pinned(table))])
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
         if self._stream is not None:
-            self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
             return table_view(table, table_offset, memory.layers, memory.shapes)
         return adapter_view(memory.flat, table, table_offset, memory.layers, memory.shapes)
+
+    def _pinned(self, table: npt.NDArray[np.int64]) -> Tensor:
+        table_bytes = torch.from_numpy(table).view(torch.uint8)
+        return table_bytes if self._stream is None else table_bytes.pin_memory()
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """Copies to an accelerator overlap the step that runs there."""

@@ -24,6 +24,7 @@ from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
 from stencilpress.kernels.attention.triton_decode import choose_splits
+from stencilpress.kernels.compile_ahead import compiling_only
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -119,10 +120,11 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def compile(self) -> None:
-        """Launch each kernel that a step may need, in steps of one layer that change nothing."""
+        """Compile each kernel that a step may need. Most are the largest size's; the other sizes find those made."""
         for size in reversed(self._sizes):
-            for variant in self._possible(size):
-                self._launch_one_layer(variant)
+            with compiling_only():
+                for variant in self._possible(size):
+                    self._launch_one_layer(variant)
 
     def warm(self) -> None:
         """Load what any step may need, and capture what most do, largest first: their memory serves the others."""

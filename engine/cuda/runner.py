@@ -115,7 +115,7 @@ class CudaRunner:
     def _compile(self) -> None:
         with compiling_only():
             self._eager.warm()
-            self._graphs.compile()
+        self._graphs.compile()
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""
