@@ -28,6 +28,7 @@ def open_request(
     return Request(
         key=key,
         arrival=arrival,
+        came_step=step,
         urgency=(step - submit.priority * PRIORITY_STEPS, arrival),
         priority=submit.priority,
         account=account,

@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import Stats
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.residency import Residency
 
 
-@dataclass(slots=True)
 class Counters:
-    """Since the engine's start."""
+    """Counts since the engine's start, and the gauges of its parts."""
 
-    steps: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
+    def __init__(self, limits: Limits, pool: Pool, residency: Residency, prefixes: PrefixCache) -> None:
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.preemptions = 0
+        self._limits = limits
+        self._pool = pool
+        self._residency = residency
+        self._prefixes = prefixes
 
-
-def read_stats(
-    ask: int,
-    counters: Counters,
-    pool: Pool,
-    residency: Residency,
-    prefixes: PrefixCache,
-    *,
-    running: int,
-    waiting: int,
-    max_loras: int,
-) -> Stats:
-    """Gauges and counters at this moment, as the answer to question ``ask``."""
-    return Stats(
-        id=ask,
-        running=running,
-        waiting=waiting,
-        pages_total=pool.total,
-        pages_free=pool.free,
-        pages_kv=pool.kv + pool.cached - prefixes.idle_pages,
-        pages_adapter=pool.adapter,
-        adapters_hbm=residency.in_hbm,
-        adapters_host=residency.in_host,
-        steps=counters.steps,
-        prompt_tokens=counters.prompt_tokens,
-        completion_tokens=counters.completion_tokens,
-        preemptions=counters.preemptions,
-        adapter_loads=residency.loads,
-        adapter_evictions=residency.evictions,
-        pages_cached=prefixes.idle_pages,
-        cached_tokens=prefixes.hit_tokens,
-        adapter_host_bytes=residency.host.bytes,
-        adapter_failures=residency.failures,
-        max_loras=max_loras,
-    )
+    def stats(self, ask: int, *, running: int, waiting: int) -> Stats:
+        """All of them at this moment, as the answer to question ``ask``."""
+        pool, residency, prefixes = self._pool, self._residency, self._prefixes
+        return Stats(
+            id=ask,
+            running=running,
+            waiting=waiting,
+            pages_total=pool.total,
+            pages_free=pool.free,
+            pages_kv=pool.kv + pool.cached - prefixes.idle_pages,
+            pages_adapter=pool.adapter,
+            adapters_hbm=residency.in_hbm,
+            adapters_host=residency.in_host,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            preemptions=self.preemptions,
+            adapter_loads=residency.loads,
+            adapter_evictions=residency.evictions,
+            pages_cached=prefixes.idle_pages,
+            cached_tokens=prefixes.hit_tokens,
+            adapter_host_bytes=residency.host.bytes,
+            adapter_failures=residency.failures,
+            max_loras=self._limits.max_loras,
+        )

@@ -1,8 +1,8 @@
-"""A sign of life in shared memory: until when the loop of an engine may stay away.
+"""A sign of life in shared memory: until when the loop of a process may stay away.
 
-The supervisor makes the memory, one word, and passes its descriptor. The engine writes a deadline each time its loop
-turns; once that is over, it hangs. Until the first one, while the model is loaded and compiled, it has all the time
-it needs. Deadlines are of ``CLOCK_MONOTONIC``, which all processes of a machine share.
+The supervisor makes the memory, one word, and passes its descriptor. An engine writes a deadline each time its loop
+turns, a gateway once a second; once that is over, the process hangs. Until the first one, while a model is loaded and
+compiled, it has all the time it needs. Deadlines are of ``CLOCK_MONOTONIC``, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD_BYTES = 8
 
 
 class Heartbeat:
-    """The engine's end. ``fd`` is from :class:`Pulse`; with -1 nobody looks."""
+    """The end of the process that is watched. ``fd`` is from :class:`Pulse`; with -1 nobody looks."""
 
     def __init__(self, fd: int, limit_s: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """Raises ``OSError`` or ``ValueError`` if ``fd`` is no such memory."""
@@ -59,7 +59,7 @@ class Heartbeat:
 
 
 class Pulse:
-    """The supervisor's end. Pass ``fd`` to the engine as ``STENCILPRESS_HEARTBEAT_FD``."""
+    """The supervisor's end. Pass ``fd`` to the process as ``STENCILPRESS_HEARTBEAT_FD``."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.fd = os.memfd_create("stencilpress-heartbeat")
@@ -69,11 +69,11 @@ class Pulse:
         self._clock = clock
 
     def overdue(self) -> bool:
-        """Whether the engine hangs: its loop was to turn before now."""
+        """Whether the process hangs: its loop was to turn before now."""
         return 0 < self._word[0] < self._clock()
 
     def reset(self) -> None:
-        """A new engine begins: it has all the time until its first beat."""
+        """A new process begins: it has all the time until its first beat."""
         self._word[0] = 0
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ This is the door to four files: ``image_format`` (file and reader), ``image_layo
 ``image_build`` (conversion and digest), ``peft_format`` with ``peft_config`` (what an adapter means).
 """
 
-from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, is_finite, not_finite, write_image
+from stencilpress.engine.image_build import Tensor, adapter_digest, build_image, is_finite, value_problem, write_image
 from stencilpress.engine.image_format import (
     Image,
     ImageError,
@@ -39,10 +39,10 @@ __all__ = [
     "is_finite",
     "layout",
     "module_name",
-    "not_finite",
     "places",
     "read_image",
     "resolve",
     "slice_table",
+    "value_problem",
     "write_image",
 ]

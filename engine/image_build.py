@@ -145,16 +145,27 @@ def _fill(
 def _served(name: str, tensor: Tensor, dtype: Dtype, findings: list[Finding]) -> Tensor:
     """The tensor in the served dtype, rounded to nearest even."""
     if not is_finite(tensor):
-        findings.append(not_finite(name))
+        findings.append(_not_finite(name))
         return np.zeros_like(tensor)
     served = to_dtype(tensor, dtype)
     if not is_finite(served):
-        findings.append(Finding(name, "overflow", f"holds values beyond the range of {dtype}, the served dtype"))
+        findings.append(_overflow(name, dtype))
     return served
 
 
-def not_finite(name: str) -> Finding:
+def value_problem(name: str, tensor: Tensor, dtype: Dtype) -> Finding | None:
+    """What speaks against serving a tensor's values in ``dtype``."""
+    if not is_finite(tensor):
+        return _not_finite(name)
+    return None if is_finite(to_dtype(tensor, dtype)) else _overflow(name, dtype)
+
+
+def _not_finite(name: str) -> Finding:
     return Finding(name, "not_finite", "holds NaN or infinity")
+
+
+def _overflow(name: str, dtype: Dtype) -> Finding:
+    return Finding(name, "overflow", f"holds values beyond the range of {dtype}, the served dtype")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -48,6 +48,7 @@ class Request:
 
     key: RequestKey
     arrival: int
+    came_step: int
     urgency: tuple[int, int]
     priority: int
     account: Account

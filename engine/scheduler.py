@@ -16,7 +16,7 @@ from itertools import chain
 
 from stencilpress.engine.accounts import Accounts
 from stencilpress.engine.admission import Admission, Refusal, open_request, sound_weight
-from stencilpress.engine.counters import Counters, read_stats
+from stencilpress.engine.counters import Counters
 from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
@@ -59,7 +59,6 @@ class Scheduler:
         self._wants = Wants(self._waiting, residency)
         self._deadlines = Deadlines()
         self._admission = Admission(limits, pool, residency)
-        self._prefixes = prefixes
         self._seats = Seats(limits, pool, residency, prefixes)
         self._parked: set[int] = set()
         self._replies = Replies()
@@ -68,7 +67,7 @@ class Scheduler:
         self._arrivals = 0
         self._planned_s = 0.0
         self._blocked: Request | None = None
-        self._counters = Counters()
+        self._counters = Counters(limits, pool, residency, prefixes)
 
     # Requests come and go
 
@@ -158,6 +157,9 @@ class Scheduler:
         if self._parked and len(self._waiting):
             for request in [request for request in self._seats.taken.values() if request.key[0] in self._parked]:
                 self._preempt(request)
+        yielding = self._turns.yielding(blocked=self._blocked is not None)
+        if yielding is not None:
+            self._preempt(yielding)
         decodes, prefills = self._seated()
         grown = [request for request in decodes if request.seated and self._grow(request)]
         batch = Batch(self._limits.max_num_batched_tokens)
@@ -178,7 +180,7 @@ class Scheduler:
         if (len(self._waiting) and self._parked) or self._flights[0].heeds_history:
             return None
         decodes, prefills = self._seated()
-        if not all(map(self._seats.grow, decodes)):
+        if self._turns.yielding(blocked=self._blocked is not None) or not all(map(self._seats.grow, decodes)):
             return None
         batch = Batch(self._limits.max_num_batched_tokens)
         for request in decodes:
@@ -226,17 +228,7 @@ class Scheduler:
     def stats(self, ask: int) -> Stats:
         """Gauges and counters, as the answer to question ``ask``."""
         running = len(self._seats.taken)
-        waiting = len(self._requests) - running
-        return read_stats(
-            ask,
-            self._counters,
-            self._pool,
-            self._residency,
-            self._prefixes,
-            running=running,
-            waiting=waiting,
-            max_loras=self._limits.max_loras,
-        )
+        return self._counters.stats(ask, running=running, waiting=len(self._requests) - running)
 
     def check(self) -> None:
         """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from stencilpress.engine.accounts import Account
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.plan import Page, RequestKey
 from stencilpress.engine.pool import Owner, Pool, PoolError
@@ -144,6 +146,18 @@ class Seats:
             for nth, request in enumerate(self.taken.values())
         ]
         return next(islice(self.taken.values(), max(order)[-1], None))
+
+    def last_of_richest(self, but: Account) -> Request | None:
+        """Of the tenant that has most seats for its weight, and more than one, whoever was seated last.
+
+        None if there is no such tenant, or ``but`` has a seat.
+        """
+        seats = Counter(request.account for request in self.taken.values())
+        if but in seats or not seats:
+            return None
+        richest = max(seats, key=lambda account: seats[account] / account.weight)
+        last = next(request for request in reversed(self.taken.values()) if request.account is richest)
+        return last if seats[richest] > 1 else None
 
     def holdings(self) -> Iterator[tuple[Owner, Sequence[Page]]]:
         """Who holds which pages, for :meth:`Pool.check`."""

@@ -13,6 +13,8 @@ from stencilpress.engine.waiting import Waiting
 
 OUTSIDERS = 64
 """Adapters without a slot that are looked at: the first in residency's order, which is about that of their turns."""
+YIELD_AFTER_STEPS, YIELD_EVERY_STEPS = 32, 16
+"""How long a tenant that has no seat waits for one to become free, and how often one is taken from others for that."""
 PREFILL_TURN_TOKENS = 2048
 """Prompts are computed one after another, but a tenant that has had so much more than others lets theirs go first:
 several short ones are done sooner one by one than side by side, and a long one holds nobody up for longer."""
@@ -60,6 +62,19 @@ class Turns:
         if chosen is not None and squeezed is not None and _turn(squeezed) < _turn(chosen):
             return None
         return chosen
+
+    def yielding(self, *, blocked: bool) -> Request | None:
+        """Who gives up a seat now, lest a tenant without any wait for others' long answers.
+
+        It is the last one of the tenant that has most seats for its weight. ``blocked``: pages are lacking.
+        """
+        if self.step % YIELD_EVERY_STEPS or not len(self._waiting) or (self._seats.free and not blocked):
+            return None
+        newcomer = self.next()
+        if newcomer is None or self.step - newcomer.came_step < YIELD_AFTER_STEPS:
+            return None
+        victim = self._seats.last_of_richest(but=newcomer.account)
+        return victim if victim is not None and victim.account.counter > newcomer.account.counter else None
 
     def squeezed(self) -> Request | None:
         """The first request whose adapter has lacked room in the pool for too long."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from aiohttp import WSCloseCode, web
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.client import EngineClient
+from stencilpress.engine.heartbeat import Heartbeat
 from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
@@ -31,6 +33,10 @@ from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.lifecycle.cold import ColdTier
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
@@ -39,6 +45,7 @@ from stencilpress.gateway.route import Router
 from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.gateway.side import SWITCH_S
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
 
@@ -50,6 +57,9 @@ BACKLOG = 4096
 """Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
 drops what comes on top, which then waits a second."""
 TOKENIZER_THREADS = 2
+BEAT_S = 1.0
+HANG_LIMIT_S = 30.0
+"""A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
 
@@ -60,6 +70,8 @@ def main() -> int:
         configure_logs(settings.log_format, log_context)
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
+        sys.setswitchinterval(SWITCH_S)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one prompt at a time: its pool of threads is only a detour
         return _run(settings)
     except (SettingsError, SchemaError, UnavailableError) as error:
         print(f"stencilpress gateway: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
@@ -99,10 +111,19 @@ async def _serve(settings: GatewaySettings) -> int:
             renewal = asyncio.create_task(keep_certificate(context, settings))
             stack.callback(renewal.cancel)
         await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
+        heart = asyncio.create_task(_beat(Heartbeat(settings.heartbeat_fd, settings.hang_limit_s or HANG_LIMIT_S)))
+        stack.callback(heart.cancel)
         await stop.wait()
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
+
+
+async def _beat(heartbeat: Heartbeat) -> None:
+    """Show that the loop turns, until cancelled."""
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 @asynccontextmanager
@@ -114,7 +135,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
         await check_schema(db)
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
-        accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+        accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
@@ -133,8 +154,36 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
+            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
             tracing=traces,
         )
+
+
+@asynccontextmanager
+async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> AsyncIterator[AdapterDesk | None]:
+    """Uploads and upkeep of adapters, where there is a folder for them."""
+    if not settings.adapters_dir:
+        yield None
+        return
+    cold = ColdTier(settings.cold_store_url) if settings.cold_store_url else None
+    desk = AdapterDesk.open(
+        db,
+        Path(settings.adapters_dir).parent,
+        Path(settings.model_dir),
+        base,
+        dtype=settings.dtype,
+        max_rank=settings.max_lora_rank,
+        gate=IntakeGate(settings.intake_workers),
+        cold=cold,
+    )
+    grace = timedelta(seconds=settings.purge_grace_s)
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    try:
+        yield desk
+    finally:
+        upkeep.cancel()
+        await asyncio.wait([upkeep])
+        await desk.close()
 
 
 def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:

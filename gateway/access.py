@@ -16,6 +16,8 @@ SCOPE_ROUTES = (
     "/v1/chat/ws",
     "/v1/completions",
     "/v1/models",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/tokenize",
     "/detokenize",
     ADMIN_PREFIX,

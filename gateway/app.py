@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from stencilpress.gateway.api import chat, completions, health, models, tokenize, ws
+from stencilpress.gateway.api import chat, completions, health, lora, models, tokenize, ws
 from stencilpress.gateway.api.admin.router import add_admin_routes
 from stencilpress.gateway.middleware import name_response, observe
 from stencilpress.gateway.server import Cors, Runner
@@ -25,6 +25,8 @@ def create_app(services: Services) -> web.Application:
     app.router.add_post("/v1/completions", completions.create_completion)
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{model:.+}", models.retrieve_model)
+    app.router.add_post("/v1/load_lora_adapter", lora.load_lora_adapter)
+    app.router.add_post("/v1/unload_lora_adapter", lora.unload_lora_adapter)
     app.router.add_post("/tokenize", tokenize.tokenize)
     app.router.add_post("/detokenize", tokenize.detokenize)
     add_admin_routes(app.router)

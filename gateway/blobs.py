@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.intake_records import Accepted
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
@@ -29,6 +30,11 @@ WRITE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STORAGE_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_digest(text: str) -> bool:
+    """Whether this could be the digest of an adapter."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 class UploadError(ValueError):
@@ -93,14 +99,13 @@ class BlobStore:
     @contextlib.asynccontextmanager
     async def stage(self, max_bytes: int) -> AsyncIterator[Staging]:
         """A folder for one upload of at most ``max_bytes``. What is not published by the end is removed."""
-        with _storage_errors():
+        with storage_errors():
             folder, lock = self._open_staging()
-        staging = Staging(self, folder, max_bytes)
+        staging = Staging(self, folder, lock, max_bytes)
         try:
             yield staging
         finally:
             await asyncio.to_thread(staging.discard)
-            os.close(lock)
 
     def _open_staging(self) -> tuple[Path, int]:
         while True:
@@ -110,6 +115,31 @@ class BlobStore:
             if lock is not None and folder.exists():
                 return folder, lock
             if lock is not None:  # a cleaner came between mkdir and lock
+                os.close(lock)
+
+    def digests(self) -> frozenset[str]:
+        """All that are here. Blocks."""
+        return frozenset(entry.name for entry in self.adapters.iterdir() if _DIGEST.fullmatch(entry.name))
+
+    def sizes(self) -> dict[str, tuple[int, float]]:
+        """By digest the bytes of a blob's files and when it was used last, in seconds since the epoch. Blocks."""
+        found = {}
+        for digest in self.digests():
+            folder = self.adapters / digest
+            with contextlib.suppress(FileNotFoundError):
+                size = sum(path.stat().st_size for path in folder.iterdir())
+                found[digest] = (size, folder.stat().st_mtime)
+        return found
+
+    @contextlib.contextmanager
+    def claim(self, digest: str) -> Iterator[bool]:
+        """Whether nothing uses a blob, upload or request, and nothing will while the block runs; also if it is gone."""
+        folder = self.folder(digest)
+        lock = _try_lock(folder)
+        try:
+            yield lock is not None or not folder.exists()
+        finally:
+            if lock is not None:
                 os.close(lock)
 
     async def remove(self, digest: str) -> None:
@@ -127,11 +157,12 @@ class BlobStore:
 
 
 class Staging:
-    """One upload in progress. Only the two files of an adapter may come in, each once."""
+    """One upload in progress. Only the two files of an adapter, or an archive of them, may come in, each once."""
 
-    def __init__(self, store: BlobStore, folder: Path, max_bytes: int) -> None:
+    def __init__(self, store: BlobStore, folder: Path, lock: int, max_bytes: int) -> None:
         self.folder = folder
         self._store = store
+        self._locks = [lock]
         self._max_bytes = max_bytes
         self._received_bytes = 0
         self._moving = threading.Lock()
@@ -142,11 +173,11 @@ class Staging:
         Raises :class:`UploadError` for another name, a second file of the name, or too many bytes, counted as
         they come; :class:`StorageFullError` when the disk is full.
         """
-        if name not in (CONFIG_NAME, WEIGHTS_NAME):
+        if name not in (CONFIG_NAME, WEIGHTS_NAME, ARCHIVE_NAME):
             raise UploadError("bad_file_name", f"an adapter has the files {CONFIG_NAME} and {WEIGHTS_NAME}")
         limit = MAX_CONFIG_BYTES if name == CONFIG_NAME else self._max_bytes
         size, pending = 0, bytearray()
-        with _storage_errors():
+        with storage_errors():
             async with _new_file(self.folder / name) as file:
                 async for chunk in chunks:
                     size += len(chunk)
@@ -165,25 +196,34 @@ class Staging:
     async def publish(self, accepted: Accepted) -> bool:
         """Make the folder the blob of its digest, durably; False if there was one, which is then used.
 
+        The blob is locked until the staging ends, so nobody takes it for garbage before its row is written.
+
         Of an upload of known content only the image is kept: it may be for another base dtype, and it heals
         a damaged one.
         """
-        with _storage_errors():
+        with storage_errors():
             return await asyncio.to_thread(self._publish, self._store.folder(accepted.digest), accepted.image)
 
     def discard(self) -> None:
-        """Remove the folder, unless it was published. Blocks; waits for a publication that was cancelled."""
+        """Remove the folder, unless it was published, and give up the locks. Blocks; waits for a publication that was
+        cancelled."""
         with self._moving:
             _remove_folder(self.folder)
+            while self._locks:
+                os.close(self._locks.pop())
 
     def _publish(self, blob: Path, image: str) -> bool:
         with self._moving:
             _sync_folder(self.folder)
             while not _rename_new(self.folder, blob):
-                with contextlib.suppress(FileNotFoundError):  # removed just now: rename again
-                    (self.folder / image).replace(blob / image)
-                    _sync_folder(blob)
-                    return False
+                lock = _share(blob)
+                if lock is None:  # removed just now: rename again
+                    continue
+                self._locks.append(lock)
+                (self.folder / image).replace(blob / image)
+                _sync_folder(blob)
+                return False
+            fcntl.flock(self._locks[0], fcntl.LOCK_SH)  # the folder's own lock has moved with it
             _sync_folder(blob.parent)
             return True
 
@@ -218,7 +258,8 @@ def _rename_new(folder: Path, blob: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _storage_errors() -> Iterator[None]:
+def storage_errors() -> Iterator[None]:
+    """Turn what a full disk raises into :class:`StorageFullError`."""
     try:
         yield
     except OSError as error:
@@ -239,6 +280,23 @@ def _try_lock(folder: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+def _share(blob: Path) -> int | None:
+    """Take part in the use of a blob, after whoever publishes or removes it; None if it is gone. A link is an error."""
+    try:
+        lock = os.open(blob, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    try:
+        same = os.fstat(lock).st_ino == blob.lstat().st_ino
+    except FileNotFoundError:
+        same = False
+    if same:
+        return lock
+    os.close(lock)
+    return None
 
 
 def _remove_folder(folder: Path) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from stencilpress.engine.image_format import image_name
 from stencilpress.engine.spec import load_spec
+from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
+from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular
 from stencilpress.gateway.catalog.adapters import add_version, list_digests
 from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import InvalidAdapterError, InvalidRequestError
 from stencilpress.gateway.intake import Accepted, IntakeLimits, Rejected, validate_upload
-from stencilpress.gateway.intake_records import Dtype
+from stencilpress.gateway.intake_records import BaseCheck, Dtype
+from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.names import BaseNames, check_adapter_name
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
@@ -28,7 +33,15 @@ class Enrolment:
     """Adds adapters of one base to a catalog and a blob store. ``max_rank`` is what the engine can serve."""
 
     def __init__(
-        self, db: Database, blobs: BlobStore, model_dir: Path, base: BaseNames, *, dtype: Dtype, max_rank: int
+        self,
+        db: Database,
+        blobs: BlobStore,
+        model_dir: Path,
+        base: BaseNames,
+        *,
+        dtype: Dtype,
+        max_rank: int,
+        gate: IntakeGate | None = None,
     ) -> None:
         self._db = db
         self._blobs = blobs
@@ -36,6 +49,7 @@ class Enrolment:
         self._base = base
         self._dtype = dtype
         self._max_rank = max_rank
+        self.gate = gate or IntakeGate()
 
     async def add_folder(
         self,
@@ -46,19 +60,77 @@ class Enrolment:
         *,
         assert_base: bool = False,
         promote: bool | None = None,
+        actor: Actor = SYSTEM,
     ) -> AddedVersion:
         """Add the two files of an adapter folder as the next version of ``name``; ``promote`` as in ``add_version``.
 
         Raises :class:`InvalidRequestError` (name, a file, a limit), :class:`InvalidAdapterError` with all findings,
         :class:`IntakeError`, :class:`StorageFullError`. Nothing stays unless a version does.
         """
-        check_adapter_name(name, self._base)
-        async with self._blobs.stage(limits.max_adapter_bytes + MAX_CONFIG_BYTES) as staging:
+        async with self.stage(name, tenant_id, limits) as staging:
             for file in FILES:
                 await _receive(staging, folder / file)
-            accepted = await self._validate(staging.folder, _intake_limits(limits, self._max_rank), assert_base)
-            await staging.publish(accepted)
-        return await add_version(self._db, tenant_id, name, _new_version(accepted), self._base, promote=promote)
+            return await self.add_staged(
+                staging, name, tenant_id, limits, assert_base=assert_base, promote=promote, actor=actor
+            )
+
+    async def add_archive(
+        self,
+        archive: Path,
+        name: str,
+        tenant_id: int,
+        limits: TenantLimits,
+        *,
+        assert_base: bool = False,
+        promote: bool | None = None,
+        actor: Actor = SYSTEM,
+    ) -> AddedVersion:
+        """Add a zip or tar of an adapter. Raises as :meth:`add_folder`."""
+        async with self.stage(name, tenant_id, limits) as staging:
+            await _receive(staging, archive, ARCHIVE_NAME)
+            return await self.add_staged(
+                staging,
+                name,
+                tenant_id,
+                limits,
+                archive=ARCHIVE_NAME,
+                assert_base=assert_base,
+                promote=promote,
+                actor=actor,
+            )
+
+    @asynccontextmanager
+    async def stage(self, name: str, tenant_id: int, limits: TenantLimits) -> AsyncIterator[Staging]:
+        """A folder for one upload, which :meth:`add_staged` turns into a version. What does not become one is removed.
+
+        Raises :class:`InvalidRequestError` (name), :class:`TooManyUploadsError`.
+        """
+        check_adapter_name(name, self._base)
+        max_bytes = limits.max_adapter_bytes + MAX_CONFIG_BYTES
+        async with self.gate.upload(tenant_id), self._blobs.stage(max_bytes) as staging:
+            yield staging
+
+    async def add_staged(
+        self,
+        staging: Staging,
+        name: str,
+        tenant_id: int,
+        limits: TenantLimits,
+        *,
+        archive: str = "",
+        assert_base: bool = False,
+        promote: bool | None = None,
+        actor: Actor = SYSTEM,
+    ) -> AddedVersion:
+        """Add what lies in a staging folder: the two files, or an ``archive`` of them. Raises as :meth:`add_folder`."""
+        check: BaseCheck = "asserted" if assert_base else "named"
+        allowed = _intake_limits(limits, self._max_rank)
+        async with self.gate.turn(tenant_id):
+            accepted = await self._validate(staging.folder, allowed, check, archive)
+        await staging.publish(accepted)  # locked until the staging ends, so the row comes in time
+        new = _new_version(accepted)
+        added = await add_version(self._db, tenant_id, name, new, self._base, promote=promote, actor=actor)
+        return replace(added, modules=accepted.modules)
 
     async def rebuild_images(self) -> AsyncIterator[tuple[str, InvalidAdapterError | None]]:
         """Make the images that the served base lacks, as after a change of ``dtype``.
@@ -71,27 +143,32 @@ class Enrolment:
             if (folder / wanted).exists():
                 continue
             try:
-                await self._validate(
-                    folder, IntakeLimits(max_rank=self._max_rank, max_bytes=sys.maxsize), assert_base=True
-                )
+                await self.rebuild(folder)
             except InvalidAdapterError as error:
                 yield digest, error
             else:
                 yield digest, None
 
-    async def _validate(self, folder: Path, limits: IntakeLimits, assert_base: bool) -> Accepted:
+    async def rebuild(self, folder: Path) -> Accepted:
+        """Make the image of a version that the catalog has, beside its files. Raises :class:`InvalidAdapterError`.
+
+        It was accepted once: what its base was called then, and the limits of its tenant, do not matter any more.
+        """
+        limits = IntakeLimits(max_rank=self._max_rank, max_bytes=sys.maxsize)
+        return await self._validate(folder, limits, "known", "")
+
+    async def _validate(self, folder: Path, limits: IntakeLimits, check: BaseCheck, archive: str) -> Accepted:
         verdict = await validate_upload(
-            folder, self._model_dir, dtype=self._dtype, limits=limits, assert_base=assert_base
+            folder, self._model_dir, dtype=self._dtype, limits=limits, base_check=check, archive=archive
         )
         if isinstance(verdict, Rejected):
-            findings = tuple(f"{finding.field}: {finding.message}" for finding in verdict.findings)
-            raise InvalidAdapterError("The adapter cannot be served.", findings=findings)
+            raise InvalidAdapterError("The adapter cannot be served.", rejected=verdict)
         return verdict
 
 
-async def _receive(staging: Staging, path: Path) -> None:
+async def _receive(staging: Staging, path: Path, name: str = "") -> None:
     try:
-        await staging.receive(path.name, _chunks(path))
+        await staging.receive(name or path.name, _chunks(path))
     except UploadError as error:
         raise InvalidRequestError(f"{path.name}: {error}", param=path.name, code=error.code) from None
 

@@ -7,12 +7,13 @@ a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from stencilpress.engine.messages import Finished
+from stencilpress.gateway.intake_records import Rejected
 
 RETRY_AFTER_S = 1
 """Suggested wait after a 503: an engine restarts in seconds, and a queue drains in less."""
@@ -103,6 +104,37 @@ class ConflictError(ApiError):
     code = "conflict"
 
 
+class AliasMovedError(ConflictError):
+    """A compare-and-set that came too late: somebody else moved the alias."""
+
+    code = "alias_moved"
+
+
+class SmokeRequiredError(ConflictError):
+    """``prod`` would get a version whose smoke prompts have not passed."""
+
+    code = "smoke_required"
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"version: {version} must pass the adapter's smoke prompts first", param="version")
+        self.version = version
+
+
+class SmokeFailedError(ApiError):
+    """A version did not pass the adapter's smoke prompts, so the alias stays where it is. ``results`` says why."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "smoke_failed"
+
+    def __init__(self, version: int, results: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(f"version: {version} did not pass the adapter's smoke prompts", param="version")
+        self.results = results
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "results": list(self.results)}
+
+
 class RequestTooLargeError(ApiError):
     status = 413
     type = "invalid_request_error"
@@ -116,18 +148,40 @@ class UnsupportedMediaTypeError(ApiError):
 
 
 class InvalidAdapterError(ApiError):
-    """An upload that intake refused; ``findings`` lists every fault found."""
+    """An upload that intake refused: every fault found, and what of it fits the base all the same."""
 
     status = 422
     type = "invalid_request_error"
     code = "invalid_adapter"
 
-    def __init__(self, message: str, *, findings: tuple[str, ...] = (), param: str | None = None) -> None:
-        super().__init__(message, param=param)
-        self.findings = findings
+    def __init__(self, message: str, *, rejected: Rejected) -> None:
+        super().__init__(message)
+        self.rejected = rejected
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The faults as lines for people."""
+        return tuple(f"{finding.field}: {finding.message}" for finding in self.rejected.findings)
 
     def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "findings": list(self.findings)}
+        found = msgspec.to_builtins(self.rejected)
+        del found["type"]  # the struct's tag
+        return {**super().fields(), **found}
+
+
+class TooManyUploadsError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_uploads"
+    headers: Mapping[str, str] = {"Retry-After": "5"}
+
+
+class InsufficientStorageError(ApiError):
+    """The disk is full. Nothing of the upload stays."""
+
+    status = 507
+    code = "insufficient_storage"
+    headers: Mapping[str, str] = {"x-should-retry": "false"}
 
 
 class RateLimitError(ApiError):

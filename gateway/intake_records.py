@@ -8,8 +8,10 @@ import msgspec
 
 from stencilpress.engine.image import Finding
 
-LIFELINE_VARIABLE = "STENCILPRESS_LIFELINE_FD"
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+BaseCheck = Literal["named", "asserted", "known"]
+"""How it is known that an adapter is for the base: its config must name it; or its owner vouches for a config that
+names none; or the catalog says so, whatever aliases the base had at the time."""
 
 
 class IntakeLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +33,28 @@ class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IntakeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Validate the two files in ``folder`` and write the image beside them."""
+    """Validate the two files in ``folder`` and write the image beside them.
+
+    ``archive`` is the name of a file in the folder that holds the two; it is replaced by them.
+    """
 
     folder: str
     model_dir: str
     dtype: Dtype
     limits: IntakeLimits
-    assert_base: bool
+    base_check: BaseCheck
+    archive: str
     cpu_limit_s: int
     memory_limit_bytes: int
+
+
+class MatchedProjection(msgspec.Struct, frozen=True):
+    """One projection that an upload adapts: in how many layers, at which ranks and scales (distinct, ascending)."""
+
+    name: str
+    layers: int
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
@@ -57,14 +72,17 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     target_modules: tuple[str, ...]
     num_layers: int
     size_bytes: int
+    modules: tuple[MatchedProjection, ...]
     image: str
     image_bytes: int
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """An adapter that cannot be served, with every reason found."""
+    """An adapter that cannot be served, with every reason found, and what of it fits the base all the same."""
 
     findings: tuple[Finding, ...]
+    modules: tuple[MatchedProjection, ...] = ()
+    size_bytes: int = 0
 
 
 class StorageFull(msgspec.Struct, frozen=True, tag="storage_full"):

@@ -8,10 +8,7 @@ All that it reads from the upload is hostile, hence the limits on its memory and
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import resource
-import select
 import stat
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,7 +17,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from stencilpress.engine import lifeline
 from stencilpress.engine.image import (
     AdapterError,
     Finding,
@@ -28,70 +24,37 @@ from stencilpress.engine.image import (
     Module,
     PeftConfig,
     image_name,
-    is_finite,
-    not_finite,
     resolve,
+    value_problem,
     write_image,
 )
 from stencilpress.engine.spec import ModelSpec, base_ids, load_spec
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, check_base, read_config
+from stencilpress.gateway.archive import unpack
 from stencilpress.gateway.intake_records import (
-    LIFELINE_VARIABLE,
     Accepted,
+    BaseCheck,
     IntakeLimits,
     IntakeRequest,
+    MatchedProjection,
     Rejected,
     Reply,
     StorageFull,
     out_of_resources,
 )
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, SafetensorsFile, open_safetensors
+from stencilpress.gateway.worker_process import confine, read_request
 
 MAX_FINDINGS = 100
+MAX_SCALES = 16
+"""Distinct scales of a projection that are told."""
 
 
 def main() -> None:
-    request = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=IntakeRequest)
-    _end_with_gateway(sys.stdin.fileno())
-    if inherited := os.environ.get(LIFELINE_VARIABLE):
-        lifeline.hold(int(inherited))
-    _confine(request)
+    request = msgspec.json.decode(read_request(), type=IntakeRequest)
+    confine(request.memory_limit_bytes, request.cpu_limit_s)
     sys.stdout.buffer.write(msgspec.json.encode(_reply(request)))
-
-
-def _read_line(fd: int) -> bytes:
-    """Unbuffered: what is left on the descriptor is its end alone."""
-    line = b""
-    while not line.endswith(b"\n"):
-        chunk = os.read(fd, 1 << 16)
-        if not chunk:
-            raise EOFError("standard input ended within the request")
-        line += chunk
-    return line
-
-
-def _end_with_gateway(fd: int) -> None:
-    """Die by SIGIO when the other end closes.
-
-    A thread that waits for it, as in ``lifeline``, would not get its turn while a regular expression runs.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([fd], [], [], 0)[0]:  # it closed before
-        raise EOFError("the gateway is gone")
-
-
-def _confine(request: IntakeRequest) -> None:
-    """What a hostile file may use up; passing the CPU limit ends the process."""
-    for kind, limit in (
-        (resource.RLIMIT_AS, request.memory_limit_bytes),
-        (resource.RLIMIT_CPU, request.cpu_limit_s),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (soft, hard))
 
 
 def _reply(request: IntakeRequest) -> Reply:
@@ -109,22 +72,25 @@ def inspect(request: IntakeRequest) -> Accepted | Rejected:
     """Check an upload, and build its image if nothing is wrong with it."""
     folder, limits = Path(request.folder), request.limits
     spec = load_spec(Path(request.model_dir), request.dtype)
-    config, asserted, findings = _inspect_config(folder, base_ids(Path(request.model_dir)), request.assert_base)
+    findings, modules = list[Finding](), tuple[Module, ...]()
     try:
+        if request.archive:
+            unpack(folder / request.archive, folder, limits.max_bytes + MAX_CONFIG_BYTES)
+        config, asserted, findings = _inspect_config(folder, base_ids(Path(request.model_dir)), request.base_check)
         with _open(folder / WEIGHTS_NAME, limits.max_bytes) as file:
             weights = open_safetensors(file, limits.max_tensors)
             modules, problems = resolve(spec, config, weights.shapes) if config else ((), [])
             findings += problems + _over_limits(modules, limits)
             if findings or config is None:
-                return _rejected(findings + _not_finite(weights, modules))
+                return _rejected(folder, modules, findings + _bad_values(weights, modules, spec))
             header = _write_image(folder, spec, modules, weights)
     except AdapterError as error:
-        return _rejected([*findings, *error.findings])
+        return _rejected(folder, modules, [*findings, *error.findings])
     return _accepted(spec, folder, modules, header, asserted)
 
 
 def _inspect_config(
-    folder: Path, ids: Sequence[str], assert_base: bool
+    folder: Path, ids: Sequence[str], base_check: BaseCheck
 ) -> tuple[PeftConfig | None, bool, list[Finding]]:
     """The config unless it is unusable, whether its base is only asserted, and all findings."""
     try:
@@ -133,7 +99,9 @@ def _inspect_config(
     except AdapterError as error:
         return None, False, list(error.findings)
     config, findings = read_config(raw)
-    base_findings, asserted = check_base(raw, ids, assert_base=assert_base)
+    if base_check == "known":
+        return config, False, findings
+    base_findings, asserted = check_base(raw, ids, assert_base=base_check == "asserted")
     return config, asserted, findings + base_findings
 
 
@@ -177,10 +145,10 @@ def _over_limits(modules: Iterable[Module], limits: IntakeLimits) -> list[Findin
     return list(found.values())
 
 
-def _not_finite(weights: SafetensorsFile, modules: Iterable[Module]) -> list[Finding]:
+def _bad_values(weights: SafetensorsFile, modules: Iterable[Module], spec: ModelSpec) -> list[Finding]:
     """The values of a file that is refused anyway, so that its owner hears of all faults at once."""
     names = [name for module in modules for name in (module.a, module.b)]
-    return [not_finite(name) for name in names if not is_finite(weights.load(name))]
+    return [finding for name in names if (finding := value_problem(name, weights.load(name), spec.dtype)) is not None]
 
 
 def _write_image(folder: Path, spec: ModelSpec, modules: Iterable[Module], weights: SafetensorsFile) -> ImageHeader:
@@ -196,11 +164,32 @@ def _write_image(folder: Path, spec: ModelSpec, modules: Iterable[Module], weigh
     return header
 
 
-def _rejected(findings: list[Finding]) -> Rejected:
+def _rejected(folder: Path, modules: Iterable[Module], findings: list[Finding]) -> Rejected:
     if len(findings) > MAX_FINDINGS:
         rest = Finding("", "more", f"{len(findings) - MAX_FINDINGS} more findings are not listed")
         findings = [*findings[:MAX_FINDINGS], rest]
-    return Rejected(tuple(findings))
+    return Rejected(tuple(findings), _matched(modules), _size_bytes(folder))
+
+
+def _matched(modules: Iterable[Module]) -> tuple[MatchedProjection, ...]:
+    """By projection, in the order in which a layer has them."""
+    found: dict[str, list[Module]] = {}
+    for module in sorted(modules, key=lambda module: module.place[1:]):
+        found.setdefault(module.name.rpartition(".")[2], []).append(module)
+    return tuple(
+        MatchedProjection(
+            name,
+            len(same),
+            tuple(sorted({module.rank for module in same})),
+            tuple(sorted({module.scale for module in same}))[:MAX_SCALES],
+        )
+        for name, same in found.items()
+    )
+
+
+def _size_bytes(folder: Path) -> int:
+    """Of the uploaded files; what is missing counts nothing."""
+    return sum(path.lstat().st_size for name in (CONFIG_NAME, WEIGHTS_NAME) if (path := folder / name).is_file())
 
 
 def _accepted(
@@ -216,7 +205,8 @@ def _accepted(
         scales=(min(scales), max(scales)),
         target_modules=tuple(p.name for group in spec.groups for p in group.projections if p.name in names),
         num_layers=len({module.place.layer for module in modules}),
-        size_bytes=sum((folder / name).stat().st_size for name in (CONFIG_NAME, WEIGHTS_NAME)),
+        size_bytes=_size_bytes(folder),
+        modules=_matched(modules),
         image=image_name(header.fingerprint),
         image_bytes=header.payload_offset + header.payload_bytes,
     )

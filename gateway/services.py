@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakSet, WeakValueDictionary
@@ -17,6 +18,7 @@ from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
@@ -49,9 +51,15 @@ class Services:
     started_at: int
     """Seconds since the epoch."""
     websockets: WeakSet[web.WebSocketResponse]
+    desk: AdapterDesk | None = None
+    """Uploads and upkeep of adapters; None without a folder of theirs."""
     tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
+
+    def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
+        """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""
+        return nullcontext() if self.desk is None else self.desk.using(digest, tenant_id)
 
 
 SERVICES = web.AppKey("services", Services)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from stencilpress.engine.settings import MAX_ENGINES, LogFormat, Positive
+from stencilpress.gateway.intake_records import Dtype
 
 FailurePolicy = Literal["local", "allow", "refuse"]
 """See gateway/quota/guard.py."""
@@ -39,8 +40,28 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate chain in PEM; with it the port speaks TLS alone."""
     tls_key: str = ""
     """Its private key in PEM."""
+    hang_limit_s: Annotated[float, Meta(ge=0)] = 0.0
+    """The engines' setting too: longest time between two turns of the loop; 0 takes 30 s."""
     drain_s: Seconds = 2.5
     """From SIGTERM to the end of the streams that still run. The supervisor ends a gateway after 3.5 s."""
+    adapters_dir: str = ""
+    """Folder of adapter blobs, the engine's; without it adapters cannot be managed over HTTP."""
+    dtype: Dtype = "auto"
+    """The engine's, for which images are built."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
+    """The engine's: a larger rank is refused at intake."""
+    intake_workers: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Uploads that are checked at once, each by a process of its own; of one tenant one at a time."""
+    cold_store_url: str = ""
+    """Object store that keeps the files of all versions: ``s3://``, ``gs://``, ``az://`` or ``file://``."""
+    local_adapter_bytes: Annotated[int, Meta(ge=0)] = 0
+    """With a cold store: blobs beyond this leave the disk, the longest unused first. 0 keeps all."""
+    purge_grace_s: Annotated[float, Meta(ge=5, le=365 * 86400)] = 3600.0
+    """How long a deleted adapter or version can be restored."""
+    upkeep_s: Seconds = 300.0
+    """How often what was deleted is purged and unused blobs are removed."""
+    lora_load_dir: str = ""
+    """Folder from which an operator's key may load adapters by vLLM's ``/v1/load_lora_adapter``; empty is off."""
     quota_store: str = ""
     """Valkey or Redis with the counts of all gateways, such as ``redis://host:6379/0``; empty: each counts its own."""
     quota_on_store_failure: FailurePolicy = "local"
@@ -72,5 +93,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the sockets at which all gateways tell their metrics, in order, separated by commas."""
     peer_fd: int = -1
     """Listening Unix socket of that kind, inherited from the supervisor."""
+    heartbeat_fd: int = -1
+    """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""

@@ -41,7 +41,7 @@ from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -83,7 +83,7 @@ def cases(capability: int) -> Iterator[Case]:
             (Tile(64, 16), 256, 256),
             (Tile(64, 64), 32, 32),
         ):
-            cut = choose_cut(shape, tile, blocks, items, hopper=capability >= 90)
+            cut = choose_cut(shape, tile, blocks, items, warp_groups=capability == 90)
             label = f"{name}-{tile.rows}x{tile.ranks}-{blocks}-{items}"
             if tile.rows == 1:
                 options = {"num_warps": cut.warps, "maxnreg": cut.registers}

@@ -19,14 +19,19 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 @cache
-def dependent_launch(device: torch.device) -> bool:
-    """Whether a device has programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def _generation(device: torch.device) -> int:
+    """Major compute capability; 0 of what is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether kernels may count on a Hopper GPU's tensor cores, shared memory and dependent launch."""
+    return _generation(device) == 9
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments for a kernel that takes ``PDL``."""
-    if dependent_launch(device):
+    if _generation(device) >= 9:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -20,6 +20,9 @@ LAST_BACKOFF_S = 10.0
 QUIET_S = 60.0
 """A process that lived this long starts again without delay."""
 PULSE_INTERVAL_S = 0.5
+PULSES_MISSED = 3
+"""Looks in a row that find an engine overdue before it counts as hung: when a whole container has been paused, its
+processes go on in any order."""
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +91,11 @@ class Child:
 
     async def keep_alive(self) -> None:
         """Kill the process whenever it hangs, until cancelled; :meth:`keep_running` starts it again."""
+        missed = 0
         while self.pulse is not None:
             await asyncio.sleep(PULSE_INTERVAL_S)
-            if self.pulse.overdue():
+            missed = missed + 1 if self.pulse.overdue() else 0
+            if missed == PULSES_MISSED:
                 logger.error("the %s hangs: its loop has not turned in time; killing it", self.name)
                 self.pulse.reset()
                 self.kill()

@@ -17,6 +17,7 @@ from stencilpress.console import Commands, Place, place_options, schema_refusals
 from stencilpress.key_commands import key
 from stencilpress.serving import engine, gateway, pull_base, serve
 from stencilpress.tenant_commands import tenant
+from stencilpress.version_commands import alias, version
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -25,7 +26,7 @@ def main() -> None:
     """Serve thousands of LoRA adapters from one shared base model."""
 
 
-for group in (tenant, key, adapter, audit, catalog):
+for group in (tenant, key, adapter, version, alias, audit, catalog):
     main.add_command(group)
 main.add_command(serve)
 main.add_command(engine)

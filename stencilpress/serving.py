@@ -37,7 +37,7 @@ ENGINE_OPTIONS = {
     "prefix_caching": "Keep keys and values of prompts for the tenant's next ones; 0 switches it off.",
     "pool_bytes": "Bytes of the pool of KV and adapter pages; 0 takes a default that fits.",
     "threads": "CPU threads of the forward; 0 takes all cores.",
-    "hang_limit_s": "An engine whose loop does not turn for so long is killed; 0 takes 60 on a CPU, else 30.",
+    "hang_limit_s": "A process whose loop does not turn for so long is killed; 0: 60 for an engine on a CPU, else 30.",
 }
 """The engine's settings that an operator may set; the commands take them as options too."""
 

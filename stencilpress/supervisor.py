@@ -117,8 +117,7 @@ class Server:
     def _engine(self, index: int, path: Path, line: int) -> Child:
         settings = self.settings
         listener = self.stack.enter_context(engine_listener(path)).fileno()
-        pulse = Pulse()
-        self.stack.callback(pulse.close)
+        pulse = self._pulse()
         given = {
             "STENCILPRESS_ENGINE_FD": str(listener),
             "STENCILPRESS_HEARTBEAT_FD": str(pulse.fd),
@@ -146,20 +145,26 @@ class Server:
         }
         if settings.engines:
             given["STENCILPRESS_ENGINES"] = str(settings.engines)
+        environment = {**settings.environment, **given}
         return [
-            Child(
-                f"gateway {number}",
-                settings.gateway_command,
-                {
-                    **settings.environment,
-                    **given,
-                    "STENCILPRESS_GATEWAY": str(number),
-                    "STENCILPRESS_PEER_FD": str(peer.fileno()),
-                },
-                (listener, peer.fileno(), line),
-            )
+            self._gateway(number, environment, listener, peer.fileno(), line)
             for number, (peer, _) in enumerate(peers, 1)
         ]
+
+    def _gateway(self, number: int, environment: Mapping[str, str], listener: int, peer: int, line: int) -> Child:
+        pulse = self._pulse()
+        own = {
+            "STENCILPRESS_GATEWAY": str(number),
+            "STENCILPRESS_PEER_FD": str(peer),
+            "STENCILPRESS_HEARTBEAT_FD": str(pulse.fd),
+        }
+        fds = (listener, peer, pulse.fd, line)
+        return Child(f"gateway {number}", self.settings.gateway_command, {**environment, **own}, fds, pulse)
+
+    def _pulse(self) -> Pulse:
+        pulse = Pulse()
+        self.stack.callback(pulse.close)
+        return pulse
 
 
 class _StopRequestedError(Exception):
@@ -174,7 +179,11 @@ async def _serve(
     on_ready: Callable[[str], None],
 ) -> None:
     children = [*engines, *gateways]
-    work = [_stop_requested(), *(child.keep_running() for child in children), *(e.keep_alive() for e in engines)]
+    work = [
+        _stop_requested(),
+        *(child.keep_running() for child in children),
+        *(child.keep_alive() for child in children),
+    ]
     if http is not None:
         work.append(_announce(http, on_ready, tls=settings.tls))
     tasks = [asyncio.create_task(part) for part in work]

@@ -145,8 +145,7 @@ class TritonDecoder:
     def _product(self, linear: Linear, x_TD: Tensor, *, for_next: bool = False) -> tuple[Tensor, bool]:
         """The product, and whether the next kernel may read x before it waits."""
         if isinstance(linear, Plain):
-            outputs, inputs = linear.weight.shape
-            cut = choose_cut(len(x_TD), inputs, outputs, x_TD.device)
+            cut = choose_cut(x_TD, linear.weight)
             if cut is not None:
                 y_TO = linear_few_rows(x_TD, linear.weight, linear.bias, self._scratch, cut, for_next=for_next)
                 return y_TO, for_next

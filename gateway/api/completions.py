@@ -7,9 +7,9 @@ from functools import partial
 from aiohttp import web
 
 from stencilpress.gateway.api.body import read_body
-from stencilpress.gateway.api.generate import engine_welcome, plan_generation, respond
+from stencilpress.gateway.api.generate import engine_welcome, find_route, plan_generation, respond
 from stencilpress.gateway.api.sampling import prompt_too_long
-from stencilpress.gateway.api.schemas import MAX_ANSWERS, CompletionRequest, parse_completion
+from stencilpress.gateway.api.schemas import MAX_ANSWERS, CompletionRequest, parse_completion, with_sampling
 from stencilpress.gateway.api.wire import completion_endpoint
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.middleware import authenticate
@@ -23,7 +23,9 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, services.settings)
     read = partial(_read, body, services.tokenizer, engine_welcome(services).max_model_len)
     asked, prompts = await off_loop(services, caller.tenant_id, len(body), read)
-    generation = await plan_generation(services, caller, asked, prompts, "prompt")
+    route = await find_route(services, caller, asked)
+    asked = with_sampling(asked, route.defaults)
+    generation = await plan_generation(services, caller, route, asked, prompts, "prompt")
     return await respond(request, asked, generation, completion_endpoint(services.tokenizer.table))
 
 

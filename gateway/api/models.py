@@ -7,22 +7,26 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from stencilpress.gateway.catalog.adapters import list_adapters
+from stencilpress.gateway.catalog.adapters import list_adapters, list_shared
 from stencilpress.gateway.catalog.records import Adapter
-from stencilpress.gateway.keys import check_model
+from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import authenticate
 from stencilpress.gateway.names import DEFAULT_ALIAS
 from stencilpress.gateway.services import SERVICES, Services
 
+SHARED = "shared"
+"""Stands for the owner of an adapter that an operator has shared with the caller."""
+
 
 async def list_models(request: web.Request) -> web.Response:
-    """The base under each of its names, and the caller's adapters by the name that serves ``prod``."""
+    """The base under each of its names, and the adapters that the caller may use by the name that serves ``prod``."""
     services = request.app[SERVICES]
     caller = await authenticate(request)
     bases = [_base_card(services, name) for name in services.base_names if caller.scopes.allows_model("")]
     adapters = await list_adapters(services.db, caller.tenant_id)
-    allowed = [adapter for adapter in adapters if caller.scopes.allows_model(adapter.name)]
-    served = [_adapter_card(services, adapter, caller.tenant) for adapter in allowed if _is_served(services, adapter)]
+    shared = await list_shared(services.db, caller.tenant_id)
+    owned = [*((adapter, caller.tenant) for adapter in adapters), *((adapter, SHARED) for adapter in shared)]
+    served = [_adapter_card(services, one, owner) for one, owner in owned if _is_listed(services, caller, one)]
     return _json({"object": "list", "data": [*bases, *served]})
 
 
@@ -31,7 +35,7 @@ async def retrieve_model(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     caller = await authenticate(request)
     name = request.match_info["model"]
-    route = await services.router.resolve(caller.tenant_id, name)
+    route = await services.router.resolve(caller.tenant_id, name, caller.key_id)
     check_model(caller, name, route.adapter)
     if not route.adapter:
         return _json(_base_card(services, name))
@@ -39,7 +43,10 @@ async def retrieve_model(request: web.Request) -> web.Response:
     return _json(card)
 
 
-def _is_served(services: Services, adapter: Adapter) -> bool:
+def _is_listed(services: Services, caller: Principal, adapter: Adapter) -> bool:
+    """Whether its bare name would be answered."""
+    if not caller.scopes.allows_model(adapter.name):
+        return False
     number = adapter.aliases.get(DEFAULT_ALIAS)
     base = services.router.base.id
     return any(version.number == number and version.base_id == base for version in adapter.versions)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InvalidRequestError
 
 MAX_CHOICES = 16
@@ -76,10 +77,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    adapter_id: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    """TGI's name of the adapter; ``model`` is then the base."""
     # Ours.
     max_wait_ms: Annotated[int, Meta(ge=1, le=MAX_WAIT_MS)] | None = None
-    # Accepted without effect.
     user: Text | None = None
+    """Tells a canary's users apart."""
+    # Accepted without effect.
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: Text | None = None
@@ -168,6 +172,20 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def message_texts(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     """The messages as the chat template sees them: texts only. Raises :class:`InvalidRequestError`."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def with_sampling(request: R, defaults: VersionDefaults) -> R:
+    """The request with what it leaves out filled in from its version."""
+    missing = {name: value for name, value in defaults.sampling.items() if getattr(request, name) is None}
+    return msgspec.structs.replace(request, **missing) if missing else request
+
+
+def with_system_prompt(request: ChatRequest, defaults: VersionDefaults) -> ChatRequest:
+    """The request with its version's system prompt, unless it has one of its own."""
+    text = defaults.system_prompt
+    if text is None or any(CHAT_ROLES.get(message.role) == "system" for message in request.messages):
+        return request
+    return msgspec.structs.replace(request, messages=[ChatMessage("system", text), *request.messages])
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, str]:

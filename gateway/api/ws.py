@@ -17,14 +17,14 @@ import msgspec
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from stencilpress.gateway.answer import Delta, FinishReason
-from stencilpress.gateway.api.chat import chat_reader
+from stencilpress.gateway.api.chat import read_chat
 from stencilpress.gateway.api.generate import Generation, OpenAnswers, answers, plan_generation
 from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.api.wire import chat_endpoint
 from stencilpress.gateway.errors import ApiError, AuthenticationError, InvalidRequestError, NotFoundError
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
 from stencilpress.gateway.observation import CURRENT, Observation
-from stencilpress.gateway.services import SERVICES, Services, off_loop
+from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import SlowClientError, encode_text
 
 AUTHENTICATE_LIMIT_S = 10.0
@@ -215,9 +215,8 @@ class ChatConnection:
     async def _answer(self, response: _Response, body: msgspec.Raw, arrived_at: float) -> None:
         services = self._services
         caller = await authenticate_token(self._request, self._token)  # the key may have been revoked since
-        size = memoryview(body).nbytes
-        asked, prompt = await off_loop(services, caller.tenant_id, size, chat_reader(services, body))
-        generation = await plan_generation(services, caller, _streamed(asked), [prompt], "messages")
+        asked, route, prompt = await read_chat(services, caller, body)
+        generation = await plan_generation(services, caller, route, _streamed(asked), [prompt], "messages")
         response.model, response.metadata = generation.model, asked.metadata
         async with answers(services, generation, response.id, arrived_at) as opened:
             response.answers = opened

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from sqlalchemy import Select, func, select
+import msgspec
+from sqlalchemy import Select, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
 from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.catalog.aliases import locked_adapter, locked_tenant, move_alias, point_first
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.limits import to_limits
-from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, TenantRow, VersionRow
-from stencilpress.gateway.catalog.records import Adapter, AddedVersion, NewVersion, TenantLimits, Version
+from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, ShareRow, TenantRow, VersionRow
+from stencilpress.gateway.catalog.records import (
+    Adapter,
+    AddedVersion,
+    AliasTarget,
+    Canary,
+    NewVersion,
+    Resolved,
+    TenantLimits,
+    Version,
+)
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
-from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, check_alias_name, is_name
+from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, is_name
 
 
 async def add_version(
@@ -33,13 +45,14 @@ async def add_version(
 ) -> AddedVersion:
     """Add the next version of an adapter, which is created with its first one.
 
-    The same digest again is the same version. ``promote`` None points ``prod`` at an adapter's first version
-    only; True always, False never. Uploads of one tenant take turns on its row, so numbers have no gaps.
-    Raises :class:`InvalidRequestError` (name, limits), :class:`ConflictError` for a disabled tenant.
+    The same digest again is the same version; one that was deleted comes back. ``promote`` None points ``prod`` at
+    an adapter's first version only; True always, False never; but never past smoke prompts. Uploads of one tenant
+    take turns on its row, so numbers have no gaps. Raises :class:`InvalidRequestError` (name, limits),
+    :class:`ConflictError` for a disabled tenant, a deleted adapter, or the name of one that is shared with the tenant.
     """
     check_adapter_name(name, base)
     async with db.write() as session:
-        tenant = await _locked_tenant(session, tenant_id)
+        tenant = await locked_tenant(session, tenant_id)
         check_limits(new, to_limits(tenant))
         adapter = await _find_or_create(session, tenant, name)
         row = await session.scalar(
@@ -51,10 +64,13 @@ async def add_version(
             row = await _append(session, adapter, new)
             after = {"digest": new.digest, "size_bytes": new.size_bytes, "base_id": new.base_id}
             audit(session, actor, "version.add", Target("version", f"{name}@{row.number}", tenant_id), after=after)
+        elif row.deleted_at is not None:
+            row.deleted_at = None
+            audit(session, actor, "version.restore", Target("version", f"{name}@{row.number}", tenant_id))
         first = created and row.number == 1
         promoted = first if promote is None else promote
         if promoted:
-            await _point(session, adapter, DEFAULT_ALIAS, row.number, actor)
+            promoted = await point_first(session, adapter, row.number, actor)
     return AddedVersion(_to_version(row, name), created, promoted)
 
 
@@ -76,20 +92,12 @@ def check_limits(new: NewVersion, limits: TenantLimits) -> None:
 async def promote(
     db: Database, tenant_id: int, name: str, number: int, alias: str = DEFAULT_ALIAS, *, actor: Actor = SYSTEM
 ) -> Version:
-    """Point an alias at a version; requests that start from now on follow it.
-
-    Raises :class:`InvalidRequestError` for the alias, :class:`NotFoundError` for an adapter or version,
-    :class:`ConflictError` for a disabled tenant.
-    """
-    check_alias_name(alias)
-    query = _versions_of(tenant_id, name).where(VersionRow.number == number)
-    async with db.write() as session:
-        await _locked_tenant(session, tenant_id)
-        row = await session.scalar(query) if is_name(name) else None
-        if row is None:
-            raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
-        await _point(session, await session.get_one(AdapterRow, row.adapter_id), alias, number, actor)
-    return _to_version(row, name)
+    """Point an alias at a version, wherever it is now. Raises as :func:`move_alias` does."""
+    await move_alias(db, tenant_id, name, alias, AliasTarget(number), actor=actor)
+    version = await find_version(db, tenant_id, name, number=number)
+    if version is None:
+        raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
+    return version
 
 
 async def find_version(
@@ -108,11 +116,62 @@ async def find_version(
     return None if row is None else _to_version(row, name)
 
 
-async def list_adapters(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
-    """A tenant's adapters by name, with versions and aliases."""
+async def find_target(
+    db: Database, tenant_id: int, name: str, *, number: int = 0, alias: str = DEFAULT_ALIAS
+) -> Resolved | None:
+    """What a tenant's requests for a name get, the tenant's own adapter or one that is shared with it."""
+    if not is_name(name):
+        return None
     async with db.read() as session:
-        rows = await session.scalars(_adapters_of(tenant_id))
+        adapter = await session.scalar(_usable_by(tenant_id).where(AdapterRow.name == name))
+        if adapter is None:
+            return None
+        pointer = await session.get(AliasRow, (adapter.id, alias)) if not number else None
+        stable = await _live(session, adapter, number or (pointer.version if pointer else 0))
+        canary = await session.get(CanaryRow, (adapter.id, alias)) if pointer is not None else None
+        other = await _live(session, adapter, canary.version) if canary is not None else None
+    if stable is None:
+        return None
+    return Resolved(
+        adapter.id, adapter.tenant_id, stable, other, canary.percent if canary is not None and other is not None else 0
+    )
+
+
+async def list_adapters(
+    db: Database, tenant_id: int, *, deleted: bool = False, after: str = "", limit: int | None = None
+) -> tuple[Adapter, ...]:
+    """A tenant's adapters by name, with versions and aliases, from behind ``after``; deleted ones only if asked for."""
+    query = _adapters_of(tenant_id, deleted=deleted)
+    if after:
+        query = query.where(AdapterRow.name > after)
+    async with db.read() as session:
+        rows = await session.scalars(query.order_by(AdapterRow.name).limit(limit))
+        return tuple(_to_adapter(row, deleted) for row in rows)
+
+
+async def list_shared(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
+    """Adapters of others that a tenant may use, by name."""
+    query = select(AdapterRow).join(ShareRow, ShareRow.adapter_id == AdapterRow.id)
+    query = query.where(ShareRow.tenant_id == tenant_id, AdapterRow.deleted_at.is_(None)).options(*_LOADED)
+    async with db.read() as session:
+        rows = await session.scalars(query)
         return tuple(sorted((_to_adapter(row) for row in rows), key=lambda adapter: adapter.name))
+
+
+async def set_defaults(
+    db: Database, tenant_id: int, name: str, number: int, defaults: VersionDefaults, *, actor: Actor = SYSTEM
+) -> Version:
+    """Replace what a version brings along. Raises :class:`NotFoundError`."""
+    async with db.write() as session:
+        adapter = await locked_adapter(session, tenant_id, name)
+        row = await _live_row(session, adapter, number)
+        if row is None:
+            raise NotFoundError(f"version: {name}@{number} does not exist", param="version")
+        before, after = row.defaults or {}, msgspec.to_builtins(defaults)
+        row.defaults = after or None
+        target = Target("version", f"{name}@{number}", tenant_id)
+        audit(session, actor, "version.defaults", target, {"defaults": before}, {"defaults": after})
+    return _to_version(row, name)
 
 
 async def list_digests(db: Database, base_id: str) -> frozenset[str]:
@@ -121,44 +180,65 @@ async def list_digests(db: Database, base_id: str) -> frozenset[str]:
         return frozenset(await session.scalars(select(VersionRow.digest).where(VersionRow.base_id == base_id)))
 
 
-async def get_adapter(db: Database, tenant_id: int, name: str) -> Adapter:
-    """Raises :class:`NotFoundError`, also for another tenant's."""
-    query = _adapters_of(tenant_id).where(AdapterRow.name == name)
+async def get_adapter(db: Database, tenant_id: int, name: str, *, deleted: bool = False) -> Adapter:
+    """Raises :class:`NotFoundError`, also for another tenant's, and for a deleted one unless it is asked for."""
+    query = _adapters_of(tenant_id, deleted=deleted).where(AdapterRow.name == name)
     async with db.read() as session:
         row = await session.scalar(query) if is_name(name) else None
     if row is None:
         raise NotFoundError(f"name: adapter {name!r} does not exist", param="name")
-    return _to_adapter(row)
+    return _to_adapter(row, deleted)
 
 
 def _over_limit(field: str, text: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {text}", param=field, code="limit_exceeded")
 
 
-def _adapters_of(tenant_id: int) -> Select[AdapterRow]:
-    loaded = (selectinload(AdapterRow.versions), selectinload(AdapterRow.aliases))
-    return select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).options(*loaded)
+_LOADED = (
+    selectinload(AdapterRow.versions),
+    selectinload(AdapterRow.aliases),
+    selectinload(AdapterRow.canaries),
+)
+
+
+def _adapters_of(tenant_id: int, *, deleted: bool = False) -> Select[AdapterRow]:
+    query = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id).options(*_LOADED)
+    return query if deleted else query.where(AdapterRow.deleted_at.is_(None))
+
+
+def _usable_by(tenant_id: int) -> Select[AdapterRow]:
+    """What a tenant may name in a request; its own first."""
+    shared = select(ShareRow.adapter_id).where(ShareRow.tenant_id == tenant_id)
+    mine = AdapterRow.tenant_id == tenant_id
+    query = select(AdapterRow).where(or_(mine, AdapterRow.id.in_(shared)), AdapterRow.deleted_at.is_(None))
+    return query.order_by(case((mine, 0), else_=1)).limit(1)
 
 
 def _versions_of(tenant_id: int, name: str) -> Select[VersionRow]:
     joined = select(VersionRow).join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)
-    return joined.where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
+    live = (AdapterRow.deleted_at.is_(None), VersionRow.deleted_at.is_(None))
+    return joined.where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name, *live)
 
 
-async def _locked_tenant(session: AsyncSession, tenant_id: int) -> TenantRow:
-    tenant = await session.scalar(select(TenantRow).where(TenantRow.id == tenant_id).with_for_update())
-    if tenant is None or tenant.deleted_at is not None:
-        raise NotFoundError("tenant: does not exist", param="tenant")
-    if tenant.disabled_at is not None:
-        raise ConflictError(f"tenant: {tenant.name!r} is disabled", param="tenant")
-    return tenant
+async def _live_row(session: AsyncSession, adapter: AdapterRow, number: int) -> VersionRow | None:
+    row = await session.get(VersionRow, (adapter.id, number)) if 0 < number < 2**31 else None
+    return row if row is not None and row.deleted_at is None else None
+
+
+async def _live(session: AsyncSession, adapter: AdapterRow, number: int) -> Version | None:
+    row = await _live_row(session, adapter, number)
+    return _to_version(row, adapter.name) if row is not None else None
 
 
 async def _find_or_create(session: AsyncSession, tenant: TenantRow, name: str) -> AdapterRow:
     mine = AdapterRow.tenant_id == tenant.id
     adapter = await session.scalar(select(AdapterRow).where(mine, AdapterRow.name == name))
+    if adapter is not None and adapter.deleted_at is not None:
+        raise ConflictError(f"name: adapter {name!r} was deleted; restore it, or wait until it is purged", param="name")
     if adapter is not None:
         return adapter
+    if await session.scalar(select(ShareRow.name).where(ShareRow.tenant_id == tenant.id, ShareRow.name == name)):
+        raise ConflictError(f"name: an adapter {name!r} is shared with this tenant; take another name", param="name")
     count = await session.scalar(select(func.count()).select_from(AdapterRow).where(mine)) or 0
     if count >= tenant.max_adapters:
         text = f"the tenant has {count} adapters and its max_adapters is {tenant.max_adapters}"
@@ -204,14 +284,6 @@ async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -
     return row
 
 
-async def _point(session: AsyncSession, adapter: AdapterRow, alias: str, number: int, actor: Actor) -> None:
-    known = await session.get(AliasRow, (adapter.id, alias))
-    before = None if known is None else {"version": known.version}
-    await session.merge(AliasRow(adapter_id=adapter.id, name=alias, version=number, updated_at=datetime.now(UTC)))
-    target = Target("alias", f"{adapter.name}@{alias}", adapter.tenant_id)
-    audit(session, actor, "alias.point", target, before, {"version": number})
-
-
 def _to_version(row: VersionRow, adapter: str) -> Version:
     return Version(
         adapter=adapter,
@@ -224,9 +296,18 @@ def _to_version(row: VersionRow, adapter: str) -> Version:
         size_bytes=row.size_bytes,
         source_files=tuple(row.source_files),
         created_at=row.created_at,
+        defaults=msgspec.convert(row.defaults, VersionDefaults) if row.defaults else NO_DEFAULTS,
+        deleted_at=row.deleted_at,
     )
 
 
-def _to_adapter(row: AdapterRow) -> Adapter:
-    versions = tuple(_to_version(version, row.name) for version in row.versions)
-    return Adapter(row.name, row.created_at, versions, {alias.name: alias.version for alias in row.aliases})
+def _to_adapter(row: AdapterRow, deleted: bool = False) -> Adapter:
+    return Adapter(
+        name=row.name,
+        created_at=row.created_at,
+        versions=tuple(_to_version(one, row.name) for one in row.versions if deleted or one.deleted_at is None),
+        aliases={alias.name: alias.version for alias in row.aliases},
+        canaries={canary.alias: Canary(canary.version, canary.percent) for canary in row.canaries},
+        moves={alias.name: alias.move_id for alias in row.aliases},
+        deleted_at=row.deleted_at,
+    )

@@ -54,7 +54,13 @@ class Table(DeclarativeBase):
             "pk": "pk_%(table_name)s",
         }
     )
-    type_annotation_map = {datetime: UtcDateTime, list[str]: JSON, list[int]: JSON}  # noqa: RUF012
+    type_annotation_map = {  # noqa: RUF012
+        datetime: UtcDateTime,
+        list[str]: JSON,
+        list[int]: JSON,
+        dict[str, Any]: JSON,
+        list[dict[str, Any]]: JSON,
+    }
 
 
 def _length(column: str, low: int, high: int) -> CheckConstraint:
@@ -148,13 +154,17 @@ class AdapterRow(Table):
     tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str] = mapped_column(String(63))
     created_at: Mapped[datetime]
+    deleted_at: Mapped[datetime | None]
 
     versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
     aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")
+    canaries: Mapped[list[CanaryRow]] = relationship(
+        lazy="raise_on_sql", viewonly=True, primaryjoin="AdapterRow.id == foreign(CanaryRow.adapter_id)"
+    )
 
 
 class VersionRow(Table):
-    """Never updated."""
+    """Its content never changes; ``defaults`` and ``deleted_at`` do."""
 
     __tablename__ = "versions"
     __table_args__: Any = (
@@ -174,6 +184,8 @@ class VersionRow(Table):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     source_files: Mapped[list[str]]
     created_at: Mapped[datetime]
+    defaults: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    deleted_at: Mapped[datetime | None]
 
 
 class AliasRow(Table):
@@ -189,6 +201,82 @@ class AliasRow(Table):
     name: Mapped[str] = mapped_column(String(63), primary_key=True)
     version: Mapped[int]
     updated_at: Mapped[datetime]
+    move_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """The move that brought it here, 0 for one from before moves were kept. It changes with every move: an ETag."""
+
+
+class CanaryRow(Table):
+    """A second version to which an alias sends some of its users."""
+
+    __tablename__ = "canaries"
+    __table_args__: Any = (
+        ForeignKeyConstraint(["adapter_id", "alias"], ["aliases.adapter_id", "aliases.name"]),
+        ForeignKeyConstraint(["adapter_id", "version"], ["versions.adapter_id", "versions.number"]),
+        CheckConstraint("percent BETWEEN 1 AND 100", "percent_range"),
+    )
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True, autoincrement=False)
+    alias: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int]
+    percent: Mapped[int]
+
+
+class AliasMoveRow(Table):
+    """The history of an alias. ``parent_id`` is the move whose state a rollback of this one restores; ``version`` 0
+    says that the alias was removed."""
+
+    __tablename__ = "alias_moves"
+    __table_args__: Any = (Index("ix_alias_moves_adapter_id_alias", "adapter_id", "alias"),)
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"))
+    alias: Mapped[str] = mapped_column(String(63))
+    kind: Mapped[str] = mapped_column(String(16))
+    version: Mapped[int]
+    canary_version: Mapped[int | None]
+    canary_percent: Mapped[int | None]
+    parent_id: Mapped[int | None] = mapped_column(BigInteger)
+    actor: Mapped[str] = mapped_column(String(100))
+    reason: Mapped[str] = mapped_column(String(500))
+    at: Mapped[datetime]
+
+
+class ShareRow(Table):
+    """A tenant may use another's adapter under its name. Names stay unique among all that a tenant may use."""
+
+    __tablename__ = "adapter_shares"
+    __table_args__: Any = (UniqueConstraint("tenant_id", "name"),)
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True, autoincrement=False)
+    tenant_id: Mapped[int] = mapped_column(ForeignKey("tenants.id"), primary_key=True, autoincrement=False)
+    name: Mapped[str] = mapped_column(String(63))
+    created_at: Mapped[datetime]
+
+
+class SmokeSuiteRow(Table):
+    """The prompts that a version must answer before ``prod`` points at it."""
+
+    __tablename__ = "smoke_suites"
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True, autoincrement=False)
+    revision: Mapped[int]
+    prompts: Mapped[list[dict[str, Any]]]
+    updated_at: Mapped[datetime]
+
+
+class SmokeRunRow(Table):
+    """One run of a suite against a version."""
+
+    __tablename__ = "smoke_runs"
+    __table_args__: Any = (Index("ix_smoke_runs_adapter_id_version", "adapter_id", "version"),)
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"))
+    version: Mapped[int]
+    suite_revision: Mapped[int]
+    passed: Mapped[bool]
+    results: Mapped[list[dict[str, Any]]]
+    at: Mapped[datetime]
 
 
 class AuditRow(Table):

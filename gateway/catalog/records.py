@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from stencilpress.gateway.access import EVERYTHING, Role, Scopes
+from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
+from stencilpress.gateway.errors import NotFoundError
+from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.quota.plan import UNLIMITED, Quota
 
 
@@ -102,7 +105,7 @@ class NewVersion:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One immutable version of an adapter."""
+    """One immutable version of an adapter. ``defaults`` stand in for what a request leaves out."""
 
     adapter: str
     number: int
@@ -114,6 +117,8 @@ class Version:
     size_bytes: int
     source_files: tuple[str, ...]
     created_at: datetime
+    defaults: VersionDefaults = NO_DEFAULTS
+    deleted_at: datetime | None = None
 
     @property
     def ref(self) -> str:
@@ -122,11 +127,106 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class AddedVersion:
-    """``created`` is False when the adapter had this digest already. ``promoted``: ``prod`` points at it."""
+    """``created`` is False when the adapter had this digest already. ``promoted``: ``prod`` points at it.
+
+    ``modules`` is what intake found, where it was intake that added it.
+    """
 
     version: Version
     created: bool
     promoted: bool
+    modules: tuple[MatchedProjection, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The version that ``percent`` of an alias's users get in place of its own."""
+
+    version: int
+    percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class AliasTarget:
+    """What an alias points at."""
+
+    version: int
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name of a version. ``move_id`` changes with every move; ``changed`` is False if a move found it there."""
+
+    adapter: str
+    name: str
+    target: AliasTarget
+    move_id: int
+    updated_at: datetime
+    changed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AliasMove:
+    """One entry of an alias's history. ``target`` None: the alias was removed."""
+
+    id: int
+    alias: str
+    kind: str
+    """``move``, ``rollback`` or ``remove``."""
+    target: AliasTarget | None
+    actor: str
+    reason: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a compare-and-set expects of an alias; None is not compared. ``version`` 0: the alias does not exist."""
+
+    version: int | None = None
+    move_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeSuite:
+    """The smoke prompts of an adapter, as the service wrote them; ``revision`` changes whenever they do."""
+
+    revision: int
+    prompts: tuple[dict[str, Any], ...]
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeRun:
+    """The outcome of a suite for one version."""
+
+    version: int
+    suite_revision: int
+    passed: bool
+    results: tuple[dict[str, Any], ...]
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a request's adapter name stands for: a version, or two that share its users by ``percent``."""
+
+    adapter_id: int
+    owner_id: int
+    """The tenant whose adapter it is."""
+    version: Version
+    canary: Version | None = None
+    percent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A tenant that may use another's adapter."""
+
+    adapter: str
+    tenant: str
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +237,15 @@ class Adapter:
     created_at: datetime
     versions: tuple[Version, ...]
     aliases: Mapping[str, int]
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    moves: Mapping[str, int] = field(default_factory=dict)
+    """By alias the ``move_id`` in effect."""
+    deleted_at: datetime | None = None
+
+
+def find_version_of(adapter: Adapter, number: int) -> Version:
+    """Raises :class:`NotFoundError`."""
+    for version in adapter.versions:
+        if version.number == number:
+            return version
+    raise NotFoundError(f"version: {adapter.name}@{number} does not exist", param="version")

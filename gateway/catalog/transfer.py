@@ -26,8 +26,25 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 
 FORMAT = "stencilpress-catalog"
-EXPORTED = ("tenants", "api_keys", "adapters", "versions", "aliases")
-NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "catalog_stamps", "job_leases")
+EXPORTED = (
+    "tenants",
+    "api_keys",
+    "adapters",
+    "versions",
+    "aliases",
+    "canaries",
+    "adapter_shares",
+    "smoke_suites",
+)
+NOT_EXPORTED = (
+    "audit_log",
+    "alias_moves",
+    "smoke_runs",
+    "usage_requests",
+    "usage_rollups",
+    "catalog_stamps",
+    "job_leases",
+)
 """The history of this installation, and what only means something beside its gateways."""
 BATCH_ROWS = 500
 

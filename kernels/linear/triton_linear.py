@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import INTERPRETED, dependent_launch, launch_options, multiprocessors
+from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_options, multiprocessors
 
 MOST_ROWS = 32
 """Of more rows cuBLAS is faster."""
@@ -196,9 +196,12 @@ def linear_few_rows(
     return y
 
 
-def choose_cut(rows: int, inputs: int, outputs: int, device: torch.device) -> Cut | None:
-    """How to cut a product on a Hopper GPU; None where cuBLAS is to compute it."""
-    return resident_cut(rows, inputs, outputs, multiprocessors(device)) if dependent_launch(device) else None
+def choose_cut(x_TD: torch.Tensor, weight_OD: torch.Tensor) -> Cut | None:
+    """How to cut a product of half precision on a Hopper GPU; None where cuBLAS is to compute it."""
+    if not hopper(weight_OD.device) or weight_OD.element_size() != 2:
+        return None
+    outputs, inputs = weight_OD.shape
+    return resident_cut(len(x_TD), inputs, outputs, multiprocessors(weight_OD.device))
 
 
 def resident_cut(rows: int, inputs: int, outputs: int, processors: int) -> Cut | None:
@@ -210,10 +213,9 @@ def resident_cut(rows: int, inputs: int, outputs: int, processors: int) -> Cut |
     """
     tiles, head = outputs // _OUTPUTS, _INPUTS * (2 if rows <= 16 else 1)
     if rows > 16 and inputs <= 4096 and 2 * tiles <= processors:
-        cut = Cut(_OUTPUTS, _INPUTS, splits=2, stages=5, head=head)
+        cuts = [Cut(_OUTPUTS, _INPUTS, splits=2, stages=5, head=head)]
     else:
         most = (3 if rows <= 8 else 2) * processors
-        splits = next((n for n in (8, 4, 2) if n * tiles <= most and 2 * n * head <= inputs), 1)
-        stages = 3 if 2 * processors < splits * tiles <= most else 4
-        cut = Cut(_OUTPUTS, _INPUTS, splits, stages, head)
-    return cut if fits(rows, inputs, outputs, cut) else None
+        some = [splits for splits in (8, 4, 2) if splits * tiles <= most]
+        cuts = [Cut(_OUTPUTS, _INPUTS, n, 3 if 2 * processors < n * tiles <= most else 4, head) for n in (*some, 1)]
+    return next((cut for cut in cuts if fits(rows, inputs, outputs, cut)), None)

@@ -18,7 +18,7 @@ from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
-from stencilpress.kernels.triton_launch import INTERPRETED, dependent_launch, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Cut:
     registers: int = 96
 
 
-def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, hopper: bool = True) -> Cut:
+def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True) -> Cut:
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
-    side by side the more blocks there are, but single ones where they read several items. 64 ranks take as many warps
-    as their registers need."""
+    side by side the more blocks there are, but single ones where they read several items. 64 ranks take more warps,
+    for their registers, where tensor cores have no products of warp groups."""
     inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
@@ -51,7 +51,7 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, hopper
     part = min(4096, inputs) if single and many else max(64, inputs // (4 if few or (single and narrow) else 2))
     tiles = 1 if few or not single else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
-    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps=4 if narrow or hopper else 8)
+    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps=4 if narrow or warp_groups else 8)
 
 
 Constants = dict[str, Any]
@@ -112,8 +112,8 @@ def sgmv(
     """
     _check(y_TO, x_TD, pool, shape)
     if cut is None:
-        blocks, hopper = work.blocks_B4.shape[0], dependent_launch(y_TO.device)
-        cut = choose_cut(shape, work.tile, blocks, work.max_items, hopper=hopper)
+        blocks = work.blocks_B4.shape[0]
+        cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device))
     rows, ranks = work.tile
     parts = triton.cdiv(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts

@@ -3,7 +3,8 @@
 Output token ``i`` of a request is ``prompt[i % len(prompt)]`` (an echo; token 0 for an empty prompt). A request ends
 with ``length`` after ``max_tokens``, with ``stop`` after a token of ``stop_ids``, with ``aborted`` when asked, and with
 an error for a prompt that fills ``max_model_len`` (``context_exceeded``) or an adapter named in ``missing``
-(``adapter_unavailable``). Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
+(``adapter_unavailable``). An adapter in ``reversing`` echoes the prompt backwards, one in ``broken`` has NaN for every
+logprob. Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
 alternative. Every adapter not in ``missing`` can be ensured. :class:`Stats` counts requests, steps and tokens truly and
 has zeros for pages.
 
@@ -34,6 +35,7 @@ In a thread, for unit tests::
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import socket
@@ -80,6 +82,8 @@ class Options:
     crash_after: int = 0
     hang_after: int = 0
     missing: frozenset[str] = frozenset()
+    reversing: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
     generation: int = 1
     base_id: str = "fake-base"
     spec_fingerprint: str = "0" * 16
@@ -200,6 +204,8 @@ class FakeEngine:
     def _submit(self, connection: int, submit: Submit) -> None:
         self.submits.append(submit)
         request = _Request(submit, unpack_tokens(submit.prompt))
+        if submit.adapter in self.options.reversing:
+            request.prompt.reverse()
         code = ""
         if submit.adapter in self.options.missing:
             code = "adapter_unavailable"
@@ -232,8 +238,9 @@ class FakeEngine:
             request.sent += 1
             self._tokens += 1
             asked = submit.sampling.logprobs
-            top = ((token, LOGPROB),) if asked > 0 else ()
-            report.tokens.append(Token(submit.id, token, LOGPROB if asked >= 0 else None, top))
+            logprob = math.nan if submit.adapter in self.options.broken else LOGPROB
+            top = ((token, logprob),) if asked > 0 else ()
+            report.tokens.append(Token(submit.id, token, logprob if asked >= 0 else None, top))
             if token in submit.stop_ids:
                 return "stop"
             if request.sent >= submit.max_tokens:

@@ -99,13 +99,13 @@ def test_graph_serves_adapters_that_come_after_its_capture() -> None:
 def test_linear_of_few_rows(rows: int, dtype: torch.dtype) -> None:
     scratch = LinearScratch(torch.device("cuda"))
     for inputs, outputs in ((4096, 6144), (4096, 4096), (1024, 28672), (14336, 4096), (3584, 4608)):
-        cut = choose_cut(rows, inputs, outputs, torch.device("cuda"))
-        assert cut is not None
         x = torch.randn(rows, 2 * inputs, device="cuda").to(dtype)[:, :inputs]
         weight, bias = (
             torch.randn(outputs, inputs, device="cuda").to(dtype),
             torch.randn(outputs, device="cuda").to(dtype),
         )
+        cut = choose_cut(x, weight)
+        assert cut is not None
         want = x.double() @ weight.double().T
         got = linear_few_rows(x, weight, bias, scratch, cut)
         assert _relative(got, want + bias.double()) < TOLERANCE[dtype]
@@ -123,9 +123,9 @@ def test_adapters_beside_the_product_they_add_to(rows: int) -> None:
     placed: Rows = [(i, 1, adapter) for i, adapter in enumerate(adapters)]
     work = SgmvWork.of(plan_work(_segments(placed), Tile(1, 16)), 1, torch.device("cuda"))
     scratch = LinearScratch(torch.device("cuda"))
-    cut = choose_cut(rows, 1024, 1536, torch.device("cuda"))
-    assert cut is not None
     first, ones = torch.randn(rows, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda").bfloat16()
+    cut = choose_cut(first, weight)
+    assert cut is not None
     xs, ys = [], []
 
     def step() -> None:

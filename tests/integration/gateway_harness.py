@@ -34,6 +34,8 @@ from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing, issue_key
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.route import Router
@@ -41,6 +43,7 @@ from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from tests.fakes.engine import FakeEngine, Options, running_engine
+from tests.unit.adapters import tiny_spec, write_base
 
 BASE_ID = "acme/Press-1B"
 BASE_NAMES = (BASE_ID, "press-1b")
@@ -50,7 +53,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def build_model(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A model folder as far as a gateway reads it."""
+    """A model folder as far as a gateway and its intake read it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,8 +65,7 @@ def build_model(folder: Path, template: str | None = TEMPLATE) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|eos|>"} if template is None else {"eos_token": "<|eos|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "base.json").write_text(json.dumps({"id": BASE_ID, "aliases": list(BASE_NAMES[1:])}))
-    return folder
+    return write_base(folder, tiny_spec(base_id=BASE_ID, vocab_size=VOCAB_SIZE), aliases=BASE_NAMES[1:])
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ async def running_gateway(
         db = await stack.enter_async_context(Database(url))
         metrics = Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants)
         await migrate(db)
-        accounts = await stack.enter_async_context(accounting(gateway_settings, db, metrics))
+        accounts = await stack.enter_async_context(accounting(gateway_settings, metrics))
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)
         await client.wait_ready()
@@ -141,6 +143,15 @@ async def running_gateway(
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
+            desk=AdapterDesk.open(
+                db,
+                folder / "v1",
+                model_dir,
+                BaseNames.of(BASE_NAMES),
+                dtype=gateway_settings.dtype,
+                max_rank=gateway_settings.max_lora_rank,
+                gate=IntakeGate(gateway_settings.intake_workers),
+            ),
         )
         runner = create_runner(services, shutdown_timeout_s=1.0)
         await runner.setup()

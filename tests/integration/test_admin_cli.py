@@ -33,14 +33,36 @@ VERBS = {
     "change_key": "key set",
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
+    "list_adapters": "adapter list",
+    "get_adapter": "adapter show",
+    "add_version": "adapter add",
+    "delete_adapter": "adapter delete",
+    "restore_adapter": "adapter restore",
+    "get_version": "version show",
+    "set_version_defaults": "version defaults",
+    "delete_version": "version delete",
+    "restore_version": "version restore",
+    "diff_versions": "version diff",
+    "run_smoke_prompts": "version smoke",
+    "list_smoke_runs": "version smoke-runs",
+    "get_smoke_prompts": "adapter prompts",
+    "set_smoke_prompts": "adapter set-prompts",
+    "get_alias": "alias show",
+    "move_alias": "alias move",
+    "roll_back_alias": "alias rollback",
+    "remove_alias": "alias remove",
+    "list_alias_moves": "alias history",
+    "list_shares": "adapter shares",
+    "share_adapter": "adapter share",
+    "unshare_adapter": "adapter unshare",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me"}
-"""The command has no key to tell of."""
+WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
+"""The command has no key to tell of, and takes files as a whole."""
 
 Cli = Callable[..., Any]
 
@@ -124,3 +146,71 @@ async def test_a_file_that_the_command_wrote_the_api_takes_and_gives(
             200,
             {"rows": {}, "skipped": ["demo", "other"], "digests": []},
         )
+
+
+async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cli, tmp_path: Path) -> None:
+    demo, pirate = ("--tenant", "demo"), "/tenants/demo/adapters/pirate"
+    assert await cli("adapter", "show", "pirate", *demo, "--json") == await operator("GET", pirate)
+    moved = await cli(
+        "alias", "move", "pirate@prod", "1", "--canary", "2", "--percent", "10", "--expect", "1", *demo, "--json"
+    )
+    assert (
+        await operator("GET", f"{pirate}/aliases/prod")
+        == moved
+        == await cli("alias", "show", "pirate@prod", *demo, "--json")
+    )
+    assert (await cli("alias", "rollback", "pirate@prod", *demo)) == "pirate@prod is pirate@1\n"
+    history = await cli("alias", "history", "pirate@prod", *demo, "--json")
+    assert (await operator("GET", f"{pirate}/aliases/prod/history"))["data"] == history
+    assert [one["kind"] for one in history] == ["rollback", "move", "move"]
+    (tmp_path / "defaults.json").write_text('{"temperature": 0.5}')
+    changed = await cli("version", "defaults", "pirate@2", str(tmp_path / "defaults.json"), *demo, "--json")
+    assert (
+        await operator("GET", f"{pirate}/versions/2")
+        == changed
+        == await cli("version", "show", "pirate@2", *demo, "--json")
+    )
+    await cli("version", "delete", "pirate@2", *demo)
+    assert (await operator.raw("GET", f"{pirate}/versions/2"))[0] == 404
+    await cli("version", "restore", "pirate@2", *demo)
+    share = await cli("adapter", "share", "pirate", "other", *demo, "--json")
+    assert (
+        (await operator("GET", f"{pirate}/shares"))["data"]
+        == [share]
+        == await cli("adapter", "shares", "pirate", *demo, "--json")
+    )
+    await cli("adapter", "unshare", "pirate", "other", *demo)
+    (tmp_path / "prompts.json").write_text('{"prompts": [{"messages": [{"role": "user", "content": "abc"}]}]}')
+    suite = await cli("adapter", "set-prompts", "pirate", str(tmp_path / "prompts.json"), *demo, "--json")
+    assert (
+        await operator("GET", f"{pirate}/smoke-prompts")
+        == suite
+        == await cli("adapter", "prompts", "pirate", *demo, "--json")
+    )
+    assert await cli("version", "smoke-runs", "pirate@1", *demo, "--json") == []
+    await cli("adapter", "delete", "pirate", *demo)
+    assert (await operator.raw("GET", pirate))[0] == 404
+    await cli("adapter", "restore", "pirate", *demo)
+    await cli("alias", "move", "pirate@beta", "2", "--expect", "0", *demo)
+    await cli("alias", "remove", "pirate@beta", "--expect", "2", *demo)
+    entries = await cli("audit", "list", "--tenant", "demo", "--json")
+    assert [one["action"] for one in entries][:3] == ["alias.remove", "alias.move", "adapter.restore"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("alias", "move", "pirate@prod", "2", "--expect", "2"), "is not where you expected it"),
+        (("alias", "move", "pirate@prod", "9"), "pirate@9 does not exist"),
+        (("alias", "move", "pirate", "1"), "expected NAME@ALIAS"),
+        (("alias", "move", "pirate@prod", "1", "--canary", "2"), "--canary and --percent go together"),
+        (("version", "delete", "pirate@1"), "pirate@prod points at it"),
+        (("version", "smoke", "pirate@1"), "need a running server"),
+        (("adapter", "share", "pirate", "nobody"), "tenant: 'nobody' does not exist"),
+    ],
+)
+async def test_a_refused_verb_says_why(gateway: Gateway, tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    place = ("--data", str(tmp_path / "data"), "--database-url", gateway.services.settings.database_url)
+    result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--tenant", "demo", *place])
+    assert result.exit_code in (1, 2)
+    assert told in result.output

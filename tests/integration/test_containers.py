@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -25,6 +27,7 @@ from stencilpress.gateway.settings import GatewaySettings
 from tests.integration.conftest import Cli
 from tests.integration.test_supervisor import eventually
 from tests.tiny import BASE_ID
+from tests.valkey import running_valkey
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -138,20 +141,33 @@ def ready(url: str) -> bool:
         return False
 
 
+@pytest.fixture
+def stores(postgresql_server: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compose file's PostgreSQL and Valkey, for all commands."""
+    name = f"composed_{secrets.token_hex(6)}"
+    postgresql_server.psql(f"CREATE DATABASE {name}")
+    monkeypatch.setenv("STENCILPRESS_DATABASE_URL", postgresql_server.get_uri(database=name))
+    with running_valkey() as valkey:
+        monkeypatch.setenv("STENCILPRESS_QUOTA_STORE", valkey.connection_url)
+        yield
+    postgresql_server.psql(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.mark.timeout(120)
 def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
-    cli: Cli, data: Path, base_folder: Path, tmp_path: Path
+    cli: Cli, data: Path, stores: None, base_folder: Path, tmp_path: Path
 ) -> None:
+    """The compose file's services as plain processes."""
     cli("pull", base_folder, "--base-id", BASE_ID)
     cli("migrate")
     cli("tenant", "add", "acme")
     key = cli("key", "create", "acme").stdout.strip()
-    socket = tmp_path / "sockets" / "engine.sock"
-    socket.parent.mkdir()
-    engine = ("engine", "--socket", str(socket), "--model", BASE_ID, "--device", "cpu", "--threads", "1")
+    path = tmp_path / "sockets" / "engine.sock"
+    path.parent.mkdir()
+    engine = ("engine", "--socket", str(path), "--model", BASE_ID, "--device", "cpu", "--threads", "1")
     with ExitStack() as stack:
         first = stack.enter_context(running(*engine, data=data))
-        gateway = ("gateway", "--engine-socket", str(socket), "--model", BASE_ID, "--port", "0")
+        gateway = ("gateway", "--engine-socket", str(path), "--model", BASE_ID, "--port", "0")
         front = stack.enter_context(running(*gateway, data=data))
         assert front.stdout is not None
         url = front.stdout.readline().split()[-1]
@@ -163,7 +179,7 @@ def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
             text = answer()
             first.send_signal(signal.SIGTERM)
             assert first.wait(10) == 0
-            assert not socket.exists()
+            assert not path.exists()
             eventually(lambda: not ready(url))
             stack.enter_context(running(*engine, data=data))
             eventually(lambda: ready(url), 60)
@@ -171,7 +187,7 @@ def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
         second = stack.enter_context(running(*engine, data=data))
         assert second.wait(30) == 1
         assert second.stderr is not None
-        assert f"already serves the socket {socket}" in second.stderr.read()
+        assert f"already serves the socket {path}" in second.stderr.read()
         front.send_signal(signal.SIGTERM)
         assert front.wait(10) == 0
 
@@ -194,3 +210,12 @@ def test_engines_without_a_device_each_are_refused(
 ) -> None:
     refused = cli("serve", *arguments, code=2)
     assert told in refused.stderr
+
+
+def test_a_taken_port_stops_serve_before_anything_is_brought_in(cli: Cli, data: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = cli("serve", "--port", str(port), "--model", "nobody/nothing", code=1)
+    assert refused.stderr == f"Error: cannot listen on HOST 127.0.0.1 PORT {port}: Address already in use\n"
+    assert not (data / "v1" / "catalog.db").exists()
+    assert not (data / "v1" / "models").exists()

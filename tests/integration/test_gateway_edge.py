@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +15,11 @@ from openai import DefaultAsyncHttpxClient
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway import server
-from stencilpress.gateway.catalog.schema import migrate
-from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant
-from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.server import Cors, keep_certificate, tls_context
 from stencilpress.gateway.settings import GatewaySettings
 from tests.fakes.engine import Options
-from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, build_model, running_gateway
+from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
+from tests.integration.test_two_gateways import two_gateways
 
 PAGE = "https://app.example"
 PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002)
@@ -137,36 +131,19 @@ def issue(folder: Path, authority: trustme.CA) -> dict[str, str]:
 async def test_the_sdk_streams_over_tls_from_two_gateways(tmp_path: Path) -> None:
     """The supervisor, which finds readiness over TLS, and real gateways before the fake engine."""
     authority = trustme.CA()
-    url = f"sqlite:///{tmp_path / 'catalog.db'}"
-    async with Database(url) as db:
-        await migrate(db)
-        await create_tenant(db, "demo")
-        key = (await issue_key(db, "demo")).token
-    settings = {**issue(tmp_path, authority), "model_dir": str(build_model(tmp_path / "model")), "database_url": url}
-    environment = {**os.environ, **{f"STENCILPRESS_{name.upper()}": value for name, value in settings.items()}}
-    command = [sys.executable, "-m", "tests.fakes.serve", str(tmp_path / "data"), "--gateways", "2", "--real-gateway"]
-    engine = f"env -u STENCILPRESS_MODEL_DIR {sys.executable} -m tests.fakes.engine"  # the model is a tokenizer alone
-    process = await asyncio.create_subprocess_exec(
-        *command, "--engine-command", engine, env=environment, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        word, address = (await process.stdout.readline()).decode().split()
-        assert (word, address[:8]) == ("ready", "https://")
-        trusting = ssl.create_default_context()
-        authority.configure_trust(trusting)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with two_gateways(tmp_path, **issue(tmp_path, authority)) as server:
+        assert server.url.startswith("https://")
         for _ in range(4):
             async with openai.AsyncOpenAI(
-                base_url=f"{address}/v1", api_key=key, http_client=DefaultAsyncHttpxClient(verify=trusting)
+                base_url=f"{server.url}/v1", api_key=server.key, http_client=DefaultAsyncHttpxClient(verify=trusting)
             ) as api:
                 stream = await api.completions.create(model="base", prompt="abcd", max_tokens=4, stream=True)
                 assert "".join([chunk.choices[0].text async for chunk in stream]) == "abcd"
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as distrusting:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as distrusting:
             with pytest.raises(openai.APIConnectionError):
                 await distrusting.models.list()
-    finally:
-        process.terminate()
-        assert await process.wait() == 0
 
 
 async def test_a_renewed_certificate_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from typing import cast
 import psutil
 import pytest
 
-from stencilpress.children import PULSE_INTERVAL_S
+from stencilpress.children import PULSE_INTERVAL_S, PULSES_MISSED
+from stencilpress.engine.heartbeat import LEAST_LIMIT_S
 from stencilpress.engine.threads import usable_cores
 
 ROOT = Path(__file__).parents[2]
@@ -289,3 +290,19 @@ def test_two_engines_have_a_socket_each_and_one_may_be_lost(tmp_path: Path) -> N
         engines[1].kill()
         eventually(lambda: len(server.children("engine")) == 2)
         assert engines[0] in server.children("engine")
+
+
+def test_a_server_that_was_paused_as_a_whole_keeps_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STENCILPRESS_HANG_LIMIT_S", "1")
+    with serving(tmp_path) as server:
+        [engine] = server.children("engine")
+        processes = [psutil.Process(server.process.pid), *server.children()]
+        for process in processes:
+            process.suspend()
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(LEAST_LIMIT_S + 1)
+        for process in processes:  # the supervisor first
+            process.resume()
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(PULSE_INTERVAL_S * (PULSES_MISSED + 1))
+        assert server.children("engine") == [engine]

@@ -145,7 +145,8 @@ class Desk:
                 model_dir=str(self.model_dir),
                 dtype="auto",
                 limits=limits or IntakeLimits(),
-                assert_base=assert_base,
+                base_check="asserted" if assert_base else "named",
+                archive="",
                 cpu_limit_s=60,
                 memory_limit_bytes=1 << 31,
             )

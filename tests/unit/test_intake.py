@@ -20,6 +20,7 @@ from stencilpress.engine.image import Tensor, read_image
 from stencilpress.engine.spec import load_spec
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from stencilpress.gateway.intake import Accepted, IntakeLimits, Rejected, validate_upload
+from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.intake_worker import MAX_FINDINGS
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.unit.adapters import BASE_ID, FIRST_A, FIRST_B, GOOD, PREFIX, Desk, lora_tensors, safetensors_bytes
@@ -46,6 +47,7 @@ async def test_a_sound_adapter_is_accepted_with_its_facts(desk: Desk) -> None:
         target_modules=("q_proj", "v_proj"),
         num_layers=2,
         size_bytes=sum((desk.folder / name).stat().st_size for name in (CONFIG_NAME, WEIGHTS_NAME)),
+        modules=(MatchedProjection("q_proj", 2, (4,), (2.0,)), MatchedProjection("v_proj", 2, (4,), (2.0,))),
         image=image.name,
         image_bytes=image.stat().st_size,
     )

@@ -65,19 +65,19 @@ class Load:
 
 @st.composite
 def loads(draw: st.DrawFn, *, shared: bool) -> Load:
-    """``shared``: every tenant uses the base and adapters that all may use, so that nothing but its share limits it."""
+    """``shared``: all tenants' adapters fit the slots side by side, so that nothing but its share limits a tenant."""
     tenants = draw(st.integers(2, 6))
     common = (None, *(f"common-{i}" for i in range(draw(st.integers(0, 2)))))
-    own = [tuple(f"own-{t}-{i}" for i in range(draw(st.integers(1, 4)))) for t in range(tenants)]
+    own = [tuple(f"own-{t}-{i}" for i in range(1 if shared else draw(st.integers(1, 4)))) for t in range(tenants)]
     return Load(
         seed=draw(st.integers(0, 2**32)),
         seats=draw(st.integers(1, 12)),
         budget=draw(st.sampled_from((8, 16, 64))),
-        max_loras=draw(st.integers(2 if shared else 1, 4)),
+        max_loras=tenants + 2 if shared else draw(st.integers(1, 4)),
         pages=draw(st.integers(40, 300)),
         ahead=draw(st.booleans()),
         weights=tuple(draw(st.sampled_from((0.5, 1.0, 2.0, 3.0))) for _ in range(tenants)),
-        adapters=tuple(common if shared else (*common, *own[t]) for t in range(tenants)),
+        adapters=tuple((*common, *own[t]) for t in range(tenants)),
     )
 
 

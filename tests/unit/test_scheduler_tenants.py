@@ -28,6 +28,42 @@ def test_another_tenants_request_is_next_whatever_waits_before_it() -> None:
     engine.run_until_idle(20_000)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_has_all_seats_gives_one_to_who_has_none(ahead: bool) -> None:
+    """Long before an answer ends, at the price of one preemption."""
+    engine = make_engine(max_num_seqs=4, max_model_len=300, pages=1000)
+    engine.ahead = ahead
+    greedy = flood(engine, 1, 6, tokens=200)
+    for _ in range(3):
+        engine.step()
+    small = engine.submit((2, 1), [2] * 5, 5, tenant=2)
+    while small.finished is None:
+        engine.step()
+    assert engine.steps < 70
+    assert engine.scheduler.stats(0).preemptions == 1
+    assert not any(client.finished is not None for client in greedy)
+    engine.run_until_idle()
+    assert small.text == small.expected
+    assert all(client.text == client.expected for client in greedy)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_has_all_pages_gives_some_to_who_has_none(ahead: bool) -> None:
+    engine = make_engine(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=300, pages=150)
+    engine.ahead = ahead
+    greedy = flood(engine, 1, 4, tokens=140)
+    for _ in range(80):
+        engine.step()
+    large = engine.submit((2, 1), [2] * 200, 5, tenant=2)
+    while large.finished is None:
+        engine.step()
+    assert engine.steps < 80 + 60
+    assert not any(client.finished is not None for client in greedy)
+    engine.run_until_idle()
+    assert large.text == large.expected
+    assert all(client.text == client.expected for client in greedy)
+
+
 def test_tenants_share_across_gateways() -> None:
     """A tenant gains nothing by coming through many gateways."""
     engine = make_engine(max_num_seqs=2)

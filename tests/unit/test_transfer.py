@@ -10,16 +10,19 @@ import msgspec
 import pytest
 
 from stencilpress.gateway.access import Role, Scopes
-from stencilpress.gateway.catalog.adapters import add_version, find_version, list_adapters, promote
+from stencilpress.gateway.catalog.adapters import add_version, find_version, list_adapters, list_shared, set_defaults
+from stencilpress.gateway.catalog.aliases import move_alias, roll_back
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.credentials import list_keys
+from stencilpress.gateway.catalog.lifecycle import get_suite, set_suite, share_adapter
 from stencilpress.gateway.catalog.models import Table
-from stencilpress.gateway.catalog.records import NewVersion, TenantLimits
+from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion, TenantLimits
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
 from stencilpress.gateway.catalog.transfer import EXPORTED, NOT_EXPORTED, Imported, export_catalog, import_catalog
 from stencilpress.gateway.changes import Changes
+from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.names import BaseNames
@@ -42,7 +45,10 @@ async def source(tmp_path: Path) -> AsyncIterator[Database]:
             files = ("adapter_config.json",)
             new = NewVersion(f"{content:064x}", BASE.id, False, (4, 8), ("q_proj",), 1000, files)
             await add_version(db, acme.id, "helper", new, BASE)
-        await promote(db, acme.id, "helper", 2, "canary")
+        await move_alias(db, acme.id, "helper", "canary", AliasTarget(2, Canary(1, 30)))
+        await set_defaults(db, acme.id, "helper", 2, VersionDefaults(system_prompt="Be brief."))
+        await share_adapter(db, acme.id, "helper", "filler-1")
+        await set_suite(db, acme.id, "helper", [{"messages": []}])
         await disable_tenant(db, "filler-2")
         yield db
 
@@ -65,7 +71,16 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
     token = (await issue_key(source, "acme", "ci", role=Role.ADMIN, scopes=Scopes(("helper",)))).token
     done = await import_catalog(db, lines(await exported(source)))
     assert done == Imported(
-        {"tenants": 4, "api_keys": 1, "adapters": 1, "versions": 2, "aliases": 2},
+        {
+            "tenants": 4,
+            "api_keys": 1,
+            "adapters": 1,
+            "versions": 2,
+            "aliases": 2,
+            "canaries": 1,
+            "adapter_shares": 1,
+            "smoke_suites": 1,
+        },
         [],
         [f"{content:064x}" for content in (1, 2)],
     )
@@ -85,6 +100,11 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
     fresh = await create_tenant(db, "later")
     assert fresh.id > acme.id, "the database goes on counting behind what was imported"
     assert await find_version(db, acme.id, "helper", alias="canary") is not None
+    assert await get_suite(db, acme.id, "helper") == await get_suite(source, before.id, "helper")
+    guest = await get_tenant(db, "filler-1")
+    assert [adapter.name for adapter in await list_shared(db, guest.id)] == ["helper"]
+    with pytest.raises(ConflictError, match="no earlier state"):  # the history stays behind
+        await roll_back(db, acme.id, "helper", "canary")
 
 
 async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, db: Database) -> None:

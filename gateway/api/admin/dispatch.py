@@ -49,7 +49,7 @@ async def _run(operation: Operation, request: web.Request, principal: Principal)
         raise _unknown_parameter(next(iter(request.query)))
     if operation.body is not None:
         given["body"] = decode_body(await read_body(request, services.settings), operation.body)
-    call = Call(request, services, _actor(request, principal), principal.tenant, tenant)
+    call = Call(request, services, actor_of(request, principal), principal.tenant, tenant)
     answer = await operation.handler(call, **given)
     if operation.method != "GET":
         with suppress(UnavailableError):  # the change is made; without an answer nothing is taken from memory anyway
@@ -75,7 +75,8 @@ async def _tenant_of_path(
     return await get_tenant(services.db, name, deleted=is_operator and operation.needs is Permission.OPERATE)
 
 
-def _actor(request: web.Request, principal: Principal) -> Actor:
+def actor_of(request: web.Request, principal: Principal) -> Actor:
+    """Whom the audit log names for a request."""
     return Actor(
         name=f"key:{principal.key_id}",
         role=principal.role,

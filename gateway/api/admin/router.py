@@ -6,12 +6,20 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import ADMIN_PREFIX
-from stencilpress.gateway.api.admin import audit, catalog, keys, tenants
+from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
 from stencilpress.gateway.api.admin.operation import JSON
 
-OPERATIONS = (*tenants.OPERATIONS, *keys.OPERATIONS, *audit.OPERATIONS, *catalog.OPERATIONS)
+OPERATIONS = (
+    *tenants.OPERATIONS,
+    *keys.OPERATIONS,
+    *adapters.OPERATIONS,
+    *aliases.OPERATIONS,
+    *uploads.OPERATIONS,
+    *audit.OPERATIONS,
+    *catalog.OPERATIONS,
+)
 
 
 def add_admin_routes(router: web.UrlDispatcher) -> None:

@@ -1,0 +1,135 @@
+"""All that a gateway does with adapters beside serving them, over one data folder."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stencilpress.gateway.adapter_config import MAX_CONFIG_BYTES
+from stencilpress.gateway.blobs import BlobStore, StorageFullError, UploadError
+from stencilpress.gateway.catalog.records import Version
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.enrol import Enrolment
+from stencilpress.gateway.errors import AdapterUnavailableError, InvalidAdapterError
+from stencilpress.gateway.intake import IntakeError
+from stencilpress.gateway.intake_records import Dtype
+from stencilpress.gateway.lifecycle.cold import ColdTier, ColdTierError
+from stencilpress.gateway.lifecycle.diff import Diff, diff_versions
+from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.leases import Leases
+from stencilpress.gateway.lifecycle.uploads import UploadStore
+from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.worker_process import WorkerError
+
+MAX_FETCHED_BYTES = 64 << 30
+"""Of one version out of the cold tier: whatever the limits were when it came."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDesk:
+    """Made once per process. ``cold`` is None without an object store."""
+
+    db: Database
+    blobs: BlobStore
+    enrolment: Enrolment
+    uploads: UploadStore
+    leases: Leases
+    cold: ColdTier | None
+    model_dir: Path
+    dtype: Dtype
+    _fetching: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        db: Database,
+        root: Path,
+        model_dir: Path,
+        base: BaseNames,
+        *,
+        dtype: Dtype,
+        max_rank: int,
+        gate: IntakeGate,
+        cold: ColdTier | None = None,
+    ) -> AdapterDesk:
+        """``root`` is the data folder's ``v1``."""
+        blobs = BlobStore(root)
+        enrolment = Enrolment(db, blobs, model_dir, base, dtype=dtype, max_rank=max_rank, gate=gate)
+        return cls(db, blobs, enrolment, UploadStore(root), Leases(blobs), cold, model_dir, dtype)
+
+    @asynccontextmanager
+    async def using(self, digest: str, tenant_id: int) -> AsyncIterator[None]:
+        """Keep a blob on this host while the block runs, fetched from the cold tier if it is not here.
+
+        Raises :class:`AdapterUnavailableError`.
+        """
+        if digest and self.cold is not None and not self.blobs.folder(digest).exists():
+            await self._fetch_once(digest, tenant_id)
+        with self.leases.hold(digest):
+            yield
+
+    async def keep_cold(self, digest: str) -> None:
+        """Copy a new version to the cold tier; where that fails upkeep tries again."""
+        if self.cold is not None:
+            try:
+                await self.cold.store(digest, self.blobs.folder(digest))
+            except (ColdTierError, OSError) as error:
+                logger.warning("adapter %.12s is not in the cold tier yet: %s", digest, error)
+
+    async def diff(self, left: Version, right: Version, tenant_id: int) -> Diff:
+        """Compare two versions. Raises :class:`AdapterUnavailableError`, :class:`WorkerError`."""
+        async with (
+            self.using(left.digest, tenant_id),
+            self.using(right.digest, tenant_id),
+            self.enrolment.gate.turn(tenant_id),
+        ):
+            folders = [self.blobs.folder(version.digest) for version in (left, right)]
+            try:
+                return await diff_versions(folders[0], folders[1], self.model_dir, self.dtype)
+            except TimeoutError:
+                raise WorkerError("the comparison took too long") from None
+
+    async def _fetch_once(self, digest: str, tenant_id: int) -> None:
+        """However many requests wait for it. It goes on if one that waits leaves."""
+        task = self._fetching.get(digest)
+        if task is None:
+            task = asyncio.create_task(self._fetch(digest, tenant_id), name=digest)
+            self._fetching[digest] = task
+            task.add_done_callback(self._fetched)
+        try:
+            await asyncio.shield(task)
+        except (ColdTierError, InvalidAdapterError, IntakeError, StorageFullError, UploadError) as error:
+            raise AdapterUnavailableError("The adapter of this model cannot be loaded.") from error
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._fetching.pop(task.get_name(), None)
+        if not task.cancelled():
+            task.exception()  # it is in the log, even if nobody waits for it any more
+
+    async def _fetch(self, digest: str, tenant_id: int) -> None:
+        if self.cold is None:
+            return
+        try:
+            async with self.blobs.stage(MAX_FETCHED_BYTES + MAX_CONFIG_BYTES) as staging:
+                await self.cold.fetch(digest, staging)
+                async with self.enrolment.gate.turn(tenant_id):
+                    accepted = await self.enrolment.rebuild(staging.folder)
+                if accepted.digest != digest:
+                    raise ColdTierError(f"what is there under {digest[:12]} has the digest {accepted.digest[:12]}")
+                await staging.publish(accepted)
+        except Exception as error:
+            logger.error("adapter %.12s cannot be fetched: %s", digest, error)
+            raise
+
+    async def close(self) -> None:
+        """End what is being fetched."""
+        for task in list(self._fetching.values()):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task

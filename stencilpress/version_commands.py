@@ -1,0 +1,340 @@
+"""``stencilpress version`` and ``stencilpress alias``: what happens to an adapter after it was added."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from stencilpress.console import F, Place, json_option, operator_here, place_options, show, show_one, tell, with_catalog
+
+if TYPE_CHECKING:
+    from stencilpress.bases import Base
+    from stencilpress.gateway.catalog.records import Alias, AliasTarget, Expected, SmokeRun, Tenant
+    from stencilpress.gateway.catalog.session import Database
+
+T = TypeVar("T")
+
+ENGINE_LIMIT_S = 30.0
+"""How long a command waits for a running server's engine."""
+
+tenant_option = click.option("--tenant", "tenant_name", required=True, metavar="NAME", help="Whose adapter.")
+_expect_option = click.option("--expect", type=click.IntRange(0), help="Only if it points at this version; 0: at none.")
+_reason_option = click.option("--reason", default="", help="Why, for the history.")
+
+
+def with_tenant(place: Place, name: str, work: Callable[[Database, Tenant], Awaitable[T]]) -> T:
+    """Run one piece of work on a tenant's part of the catalog."""
+    from stencilpress.gateway.catalog.tenants import get_tenant
+
+    async def run(db: Database) -> T:
+        return await work(db, await get_tenant(db, name))
+
+    return with_catalog(place, run)
+
+
+@click.group()
+def version() -> None:
+    """Versions of an adapter."""
+
+
+def _version_command(name: str) -> Callable[[F], F]:
+    """A command on ``NAME@NUMBER`` of a tenant that can print JSON."""
+
+    def make(command: F) -> F:
+        ref = click.argument("ref", metavar="NAME@NUMBER")
+        made: F = version.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
+        return made
+
+    return make
+
+
+@_version_command("show")
+def version_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show a version with what it brings along for requests that leave it out."""
+    show_one(_view(place, ref, tenant_name), as_json)
+
+
+def _view(place: Place, ref: str, tenant_name: str, *, deleted: bool = False) -> Any:
+    from stencilpress.gateway.api.admin.adapter_views import VersionView
+    from stencilpress.gateway.catalog.adapters import get_adapter
+    from stencilpress.gateway.catalog.records import find_version_of
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    adapter = with_tenant(place, tenant_name, lambda db, owner: get_adapter(db, owner.id, name, deleted=deleted))
+    return VersionView.of(find_version_of(adapter, number), adapter)
+
+
+@version.command("defaults")
+@place_options
+@click.argument("ref", metavar="NAME@NUMBER")
+@click.argument("file", type=click.File("rb"))
+@tenant_option
+@json_option
+def version_defaults(place: Place, ref: str, file: Any, tenant_name: str, as_json: bool) -> None:
+    """Set what a version brings along, from a JSON file (`-` is standard input); `{}` takes all away."""
+    from stencilpress.gateway.api.admin.dispatch import decode_body
+    from stencilpress.gateway.catalog.adapters import set_defaults
+    from stencilpress.gateway.defaults import VersionDefaults
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    defaults = decode_body(file.read(), VersionDefaults)
+    actor = operator_here()
+    with_tenant(place, tenant_name, lambda db, owner: set_defaults(db, owner.id, name, number, defaults, actor=actor))
+    tell(f"set the defaults of {ref}", _view(place, ref, tenant_name), as_json)
+
+
+@_version_command("delete")
+def version_delete(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Take a version out of use; it can be restored until it is purged. Refused while an alias points at it."""
+    from stencilpress.gateway.catalog.lifecycle import delete_version
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    actor = operator_here()
+    with_tenant(place, tenant_name, lambda db, owner: delete_version(db, owner.id, name, number, actor=actor))
+    tell(f"deleted {ref}", _view(place, ref, tenant_name, deleted=True), as_json)
+
+
+@_version_command("restore")
+def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Bring a deleted version back."""
+    from stencilpress.gateway.catalog.lifecycle import restore_version
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    actor = operator_here()
+    with_tenant(place, tenant_name, lambda db, owner: restore_version(db, owner.id, name, number, actor=actor))
+    tell(f"restored {ref}", _view(place, ref, tenant_name), as_json)
+
+
+@version.command("diff")
+@place_options
+@click.argument("ref", metavar="NAME@NUMBER")
+@click.argument("other", type=click.IntRange(1))
+@tenant_option
+@json_option
+def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
+    """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
+    from stencilpress.gateway.blobs import BlobStore
+    from stencilpress.gateway.lifecycle.diff import diff_versions
+    from stencilpress.gateway.worker_process import WorkerError
+
+    left = _view(place, ref, tenant_name)
+    right = _view(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
+    blobs, base = BlobStore(place.data.path), _base_of(place, left.base)
+    folders = [blobs.folder(one.digest) for one in (left, right)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise click.ClickException(f"adapter {folder.name[:12]} is not in this data folder")
+    try:
+        found = asyncio.run(diff_versions(folders[0], folders[1], base.folder, "auto"))
+    except (WorkerError, TimeoutError) as error:
+        raise click.ClickException(f"the versions could not be compared: {error}") from error
+    if as_json:
+        show_one(found, as_json)
+        return
+    show(found.config, as_json)
+    show(found.deltas, as_json)
+
+
+@_version_command("smoke")
+def version_smoke(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Ask a version its adapter's smoke prompts, on the running server's engine."""
+    from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    run = with_tenant(place, tenant_name, lambda db, owner: _smoke(place, db, owner, name, number))
+    tell(f"{ref} {'passed' if run.passed else 'failed'}", SmokeRunView.of(run), as_json)
+    if not run.passed:
+        raise click.exceptions.Exit(1)
+
+
+@_version_command("smoke-runs")
+def version_smoke_runs(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """List the last runs of the smoke prompts for a version, newest first."""
+    from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
+    from stencilpress.gateway.catalog.lifecycle import list_runs
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+    runs = with_tenant(place, tenant_name, lambda db, owner: list_runs(db, owner.id, name, number))
+    show([SmokeRunView.of(one) for one in runs], as_json, ("at", "passed", "suite_revision"))
+
+
+async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: int) -> SmokeRun:
+    """Run the suite through a client of the first engine."""
+    from stencilpress.engine.client import EngineClient
+    from stencilpress.gateway.lifecycle.gatekeeper import run_for
+    from stencilpress.gateway.tokenizer import ModelTokenizer
+
+    socket = place.data.path / "run" / "engine.sock"
+    if not socket.exists():
+        raise click.ClickException("smoke prompts need a running server on this data folder: `stencilpress serve`")
+    async with EngineClient(socket) as engine:
+        try:
+            async with asyncio.timeout(ENGINE_LIMIT_S):
+                base_id = (await engine.wait_ready()).base_id
+        except TimeoutError:
+            raise click.ClickException("the server's engine does not answer") from None
+        tokenizer = ModelTokenizer(_base_of(place, base_id).folder)
+        return await run_for(db, engine, tokenizer, owner, name, number, base_id, actor=operator_here())
+
+
+def _base_of(place: Place, base_id: str) -> Base:
+    from stencilpress.bases import find_base
+
+    base = find_base(place.data.models, base_id)
+    if base is None:
+        raise click.ClickException(f"the base {base_id!r} is not in this data folder")
+    return base
+
+
+@click.group()
+def alias() -> None:
+    """Names that point at versions."""
+
+
+def _alias_command(name: str) -> Callable[[F], F]:
+    """A command on ``NAME@ALIAS`` of a tenant that can print JSON."""
+
+    def make(command: F) -> F:
+        ref = click.argument("ref", metavar="NAME@ALIAS")
+        made: F = alias.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
+        return made
+
+    return make
+
+
+def _parts(ref: str) -> tuple[str, str]:
+    name, separator, alias_name = ref.partition("@")
+    if not separator:
+        raise click.UsageError(f"expected NAME@ALIAS such as helper@prod, got {ref!r}")
+    return name, alias_name
+
+
+@_alias_command("show")
+def alias_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show where an alias points."""
+    from stencilpress.gateway.api.admin.adapter_views import alias_view
+    from stencilpress.gateway.catalog.adapters import get_adapter
+
+    name, alias_name = _parts(ref)
+    adapter = with_tenant(place, tenant_name, lambda db, owner: get_adapter(db, owner.id, name))
+    if alias_name not in adapter.aliases:
+        raise click.ClickException(f"alias: {ref} does not exist")
+    show_one(alias_view(adapter, alias_name), as_json)
+
+
+@alias.command("move")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@click.argument("number", metavar="VERSION", type=click.IntRange(1))
+@tenant_option
+@_expect_option
+@click.option("--canary", type=click.IntRange(1), help="A second version for some of the users.")
+@click.option("--percent", type=click.IntRange(1, 100), help="How many of them, in per cent.")
+@_reason_option
+@json_option
+def alias_move(
+    place: Place,
+    ref: str,
+    number: int,
+    tenant_name: str,
+    expect: int | None,
+    canary: int | None,
+    percent: int | None,
+    reason: str,
+    as_json: bool,
+) -> None:
+    """Point an alias at a VERSION, with a canary or without.
+
+    A version that `prod` has not served must pass the smoke prompts; they run on the running server's engine.
+    """
+    from stencilpress.gateway.catalog.records import AliasTarget, Canary, Expected
+
+    if (canary is None) != (percent is None):
+        raise click.UsageError("--canary and --percent go together")
+    second = Canary(canary, percent) if canary is not None and percent is not None else None
+    target = AliasTarget(number, second)
+    moved = move(place, ref, tenant_name, target, Expected(version=expect), reason)
+    _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
+
+
+def move(place: Place, ref: str, tenant_name: str, target: AliasTarget, expected: Expected, reason: str = "") -> Alias:
+    """Point an alias at a version, past its smoke prompts. Raises an ``ApiError``."""
+    from stencilpress.gateway.lifecycle.gatekeeper import move_past_gate
+
+    name, alias_name = _parts(ref)
+
+    async def work(db: Database, owner: Tenant) -> Alias:
+        async def smoke(number: int) -> SmokeRun:
+            return await _smoke(place, db, owner, name, number)
+
+        return await move_past_gate(
+            db, owner.id, name, alias_name, target, smoke, expected=expected, reason=reason, actor=operator_here()
+        )
+
+    return with_tenant(place, tenant_name, work)
+
+
+@alias.command("rollback")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@tenant_option
+@_expect_option
+@_reason_option
+@json_option
+def alias_rollback(place: Place, ref: str, tenant_name: str, expect: int | None, reason: str, as_json: bool) -> None:
+    """Take the last move of an alias back; repeated, the one before it."""
+    from stencilpress.gateway.catalog.aliases import roll_back
+    from stencilpress.gateway.catalog.records import Expected
+
+    name, alias_name = _parts(ref)
+    options: dict[str, Any] = {"expected": Expected(version=expect), "reason": reason, "actor": operator_here()}
+    moved = with_tenant(place, tenant_name, lambda db, owner: roll_back(db, owner.id, name, alias_name, **options))
+    _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
+
+
+def _tell_alias(text: str, moved: Alias, as_json: bool) -> None:
+    from stencilpress.gateway.api.admin.adapter_views import AliasView
+
+    tell(text, AliasView.of(moved), as_json)
+
+
+@alias.command("remove")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@tenant_option
+@_expect_option
+def alias_remove(place: Place, ref: str, tenant_name: str, expect: int | None) -> None:
+    """Take an alias away; requests that name it get a 404."""
+    from stencilpress.gateway.catalog.aliases import remove_alias
+    from stencilpress.gateway.catalog.records import Expected
+
+    name, alias_name = _parts(ref)
+    options: dict[str, Any] = {"expected": Expected(version=expect), "actor": operator_here()}
+    with_tenant(place, tenant_name, lambda db, owner: remove_alias(db, owner.id, name, alias_name, **options))
+    click.echo(f"removed {ref}")
+
+
+@alias.command("history")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@tenant_option
+@click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True, help="Newest moves to list.")
+@json_option
+def alias_history(place: Place, ref: str, tenant_name: str, limit: int, as_json: bool) -> None:
+    """List the moves of an alias, newest first."""
+    from stencilpress.gateway.api.admin.adapter_views import AliasMoveView
+    from stencilpress.gateway.catalog.aliases import list_moves
+
+    name, alias_name = _parts(ref)
+    moves = with_tenant(place, tenant_name, lambda db, owner: list_moves(db, owner.id, name, alias_name, limit=limit))
+    columns = ("at", "kind", "version", "canary", "actor", "reason")
+    show([AliasMoveView.of(one) for one in moves], as_json, columns)
