@@ -127,7 +127,7 @@ async def usage_between(
     sums: dict[tuple[int, str], UsageSum] = {}
     async with db.read() as session:
         for row in (await session.execute(query)).all():
-            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(_stored(row))
+            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(stored_sum(row))
     return sums
 
 
@@ -164,7 +164,7 @@ async def _merge(
         await session.execute(insert(UsageRollupRow).on_conflict_do_nothing(), fresh)
         query = select(UsageRollupRow).where(tuple_(*_rollup_key()).in_(keys)).with_for_update()
         for row in await session.scalars(query.order_by(*_rollup_key())):
-            total = _stored(row)
+            total = stored_sum(row)
             total.merge(groups[row.tenant_id, row.period, row.starts_at, row.adapter])  # type: ignore[index]
             for name in _SUMS:
                 setattr(row, name, getattr(total, name))
@@ -198,7 +198,8 @@ def _sum_of(row: Row[Any]) -> UsageSum:
     )
 
 
-def _stored(row: UsageRollupRow | Row[Any]) -> UsageSum:
+def stored_sum(row: UsageRollupRow | Row[Any]) -> UsageSum:
+    """The sum that a roll-up's row holds."""
     values: dict[str, Any] = {name: getattr(row, name) for name in _SUMS}
     values |= {name: unpack(getattr(row, name)) for name in _HISTOGRAMS}
     return UsageSum(**values)
