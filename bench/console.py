@@ -1,6 +1,6 @@
 """How long the admin API's lists take on a large catalog in PostgreSQL, over HTTP, with all that a request costs.
 
-``python -m bench console [--keys N] [--audit N] [--rounds N] [--record]`` starts a PostgreSQL of its own,
+``python -m bench console [--keys N] [--audit N] [--usage N] [--rounds N] [--record]`` starts a PostgreSQL of its own,
 fills it, and asks every list and every single object of the admin API: first pages, full pages, and pages far behind.
 One tenant holds half of everything. A list is one more case as soon as the API has it.
 """
@@ -28,16 +28,21 @@ import asyncpg
 
 from bench.results import Result, record
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
-from stencilpress.gateway.api.admin.operation import JSON, MAX_PAGE, Operation, Page
+from stencilpress.gateway.api.admin.openapi import query_parameters
+from stencilpress.gateway.api.admin.operation import JSON, Operation, Page
 from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.keys import issue_key
+from stencilpress.gateway.usage.histogram import pack
 from tests.integration.gateway_harness import Gateway, running_gateway
 
 TARGET_MS = 150.0
 TENANTS = 1000
 ADAPTERS = 10_000
+ADAPTERS_USED = 5000
+"""By each of two tenants, every day of a month."""
 BIG = "tenant-1"
 WARM_UP = 3
+PAGES_BEHIND = 90
 SEEDS: dict[str, str] = {
     "tenants": """
         INSERT INTO tenants (name, max_rank, max_adapters, max_adapter_bytes, weight, prefix_salt, created_at)
@@ -61,10 +66,27 @@ SEEDS: dict[str, str] = {
         SELECT id, number, encode(sha256((id || '@' || number)::bytea), 'hex'), 'acme/Press-1B', false, '[8]',
             '["q_proj"]', 1000000, '["adapter_config.json"]', created_at
         FROM adapters, generate_series(1, $$1::int) AS number WHERE name LIKE 'adapter-%'""",
+    "usage_rollups": """
+        INSERT INTO usage_rollups (tenant_id, period, starts_at, adapter, requests, failures, cold_starts,
+            prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, ttft, inter_token, queue)
+        SELECT tenant, period, date_trunc(period, now()) - number * ('1 ' || period)::interval, 'adapter-' || i, 60, 0,
+            1, 30000, 0, 12000, 0, $counts, $counts, $counts
+        FROM (VALUES (3, 'day', 30, 1.0), (3, 'hour', 720, 0.05), (4, 'day', 30, 1.0))
+                AS part (tenant, period, back, share),
+            generate_series(0, back - 1) AS number, generate_series(1, ($$1 * share)::int) AS i""",
+    "usage_requests": """
+        INSERT INTO usage_requests (key, request_id, tenant_id, key_id, adapter, version, admitted_at, finished_at,
+            status, error_code, prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, ttft_ms,
+            inter_token_ms, queue_ms, cold_start_ms, duration_ms, rolled_up)
+        SELECT decode(lpad(to_hex(i), 32, '0'), 'hex'), 'req_' || i, $owner, lpad(to_hex(i % 100000), 12, 'k'),
+            'adapter-' || i % 5000, 1, now() - i * interval '0.2 s', now() - i * interval '0.2 s',
+            'completed', '', 500, 0, 200, 0, 100, 20, 1, 0, 4100, true
+        FROM generate_series(1, $$1::int) AS i""",
 }
-"""How each table is filled with so many rows; for versions, of each adapter."""
+"""How each table is filled with so many rows; for versions, of each adapter; for roll-ups, so many adapters."""
 _PARTS = {
     "at": "now() - make_interval(secs => i)",
+    "counts": f"decode('{pack(dict.fromkeys(range(20, 60), 3)).hex()}', 'hex')",
     "owner": f"CASE WHEN i % 2 = 0 THEN 3 ELSE 3 + i % {TENANTS} END",
 }
 """The big tenant, number 3 after the harness's own two, has every second row; the others share the rest."""
@@ -83,6 +105,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench console")
     parser.add_argument("--keys", type=int, default=100_000)
     parser.add_argument("--audit", type=int, default=1_000_000)
+    parser.add_argument("--usage", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--record", action="store_true", help="append to bench/results")
     given = parser.parse_args(arguments)
@@ -104,7 +127,15 @@ def main(arguments: list[str]) -> int:
 
 
 async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
-    counts = {"tenants": TENANTS, "api_keys": given.keys, "adapters": ADAPTERS, "versions": 3, "audit_log": given.audit}
+    counts = {
+        "tenants": TENANTS,
+        "api_keys": given.keys,
+        "adapters": ADAPTERS,
+        "versions": 3,
+        "audit_log": given.audit,
+        "usage_rollups": ADAPTERS_USED,
+        "usage_requests": given.usage,
+    }
     with tempfile.TemporaryDirectory() as folder:
         async with running_gateway(Path(folder), database_url=url) as gateway:
             await _fill(url, counts)
@@ -137,19 +168,24 @@ def _cases(operation: Operation) -> Iterator[Case]:
     path = operation.path.format_map(places)
     yield Case(operation.path, path)
     if getattr(operation.answer, "__origin__", None) is Page:
-        yield Case(f"{operation.path} full page", f"{path}?limit={MAX_PAGE}")
+        yield Case(f"{operation.path} full page", f"{path}?limit={_longest_page(operation)}")
         yield Case(f"{operation.path} far behind", path)
     if operation.query is not None and "target" in operation.query.__struct_fields__:
         yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
+
+
+def _longest_page(operation: Operation) -> int:
+    described = next(one for one in query_parameters(operation.query) if one["name"] == "limit")
+    return int(described["schema"]["maximum"])
 
 
 async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:
     samples: list[float] = []
     follow = case.name.endswith("far behind")
     after = ""
-    if follow:  # walk there in full pages, not measured
-        for _ in range(100):
-            after = (await _get(gateway, token, f"{case.path}?limit={MAX_PAGE}&after={after}"))["next"] or after
+    if follow:  # walk there, not measured
+        for _ in range(PAGES_BEHIND):
+            after = (await _get(gateway, token, f"{case.path}?limit=50&after={after}"))["next"] or after
     for number in range(rounds + WARM_UP):
         started = time.perf_counter()
         await _get(gateway, token, f"{case.path}?after={after}" if follow else case.path)

@@ -45,6 +45,7 @@ from stencilpress.gateway.route import Router
 from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.gateway.side import SWITCH_S
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
 
@@ -69,6 +70,8 @@ def main() -> int:
         configure_logs(settings.log_format, log_context)
         if settings.lifeline_fd >= 0:
             lifeline.hold(settings.lifeline_fd)
+        sys.setswitchinterval(SWITCH_S)
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one prompt at a time: its pool of threads is only a detour
         return _run(settings)
     except (SettingsError, SchemaError, UnavailableError) as error:
         print(f"stencilpress gateway: {error}", file=sys.stderr)  # noqa: T201 - for the person who started it
@@ -132,7 +135,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         sockets = engine_sockets(Path(settings.engine_socket), settings.engines)
         await check_schema(db)
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
-        accounts = await stack.enter_async_context(accounting(settings, db, metrics))
+        accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())

@@ -26,6 +26,7 @@ from stencilpress.gateway.quota.shared import SharedStore
 from stencilpress.gateway.quota.terms import Periods, Seeds
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.settings import GatewaySettings
+from stencilpress.gateway.side import SideLoop
 from stencilpress.gateway.usage.record import Status
 from stencilpress.gateway.usage.recorder import Admitted, Meter, Recorder
 
@@ -94,10 +95,15 @@ class Charge:
 class Accounting:
     """The quota engine and the usage recorder of one gateway."""
 
-    def __init__(self, quotas: Quotas, usage: Recorder) -> None:
+    def __init__(self, quotas: Quotas, usage: Recorder, behind: SideLoop) -> None:
         self.quotas = quotas
         self.usage = usage
+        self._behind = behind
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def flush(self) -> None:
+        """Write all rows of requests that have ended. Raises :class:`UnavailableError`."""
+        await self._behind.call(self.usage.flush())
 
     async def admit(
         self, caller: Principal, route: Route, request_id: str, prompt_tokens: int, most_tokens: int, arrived_at: float
@@ -126,35 +132,52 @@ class Accounting:
             if late:
                 await asyncio.wait(late)
         await self.quotas.close()
-        await self.usage.close()
 
 
 @asynccontextmanager
-async def accounting(settings: GatewaySettings, db: Database, metrics: Metrics) -> AsyncIterator[Accounting]:
-    """Everything that runs behind it included. Raises :class:`SettingsError` for a bad folder or store."""
-    try:
-        usage = Recorder(db, _spool(settings), settings.usage_spool_bytes)
-    except OSError as error:
-        raise SettingsError(f"STENCILPRESS_USAGE_DIR: {error.strerror}") from error
-    store = LocalStore() if not settings.quota_store else _guarded(settings, metrics)
+async def accounting(settings: GatewaySettings, metrics: Metrics) -> AsyncIterator[Accounting]:
+    """Everything that runs behind it included. Raises :class:`SettingsError` for a bad folder or store.
 
-    async def seed(tenant_id: int, periods: Periods) -> Seeds:
-        await usage.flush()  # what has ended here is in no ledger that begins now
-        day, month = [await tokens_used(db, tenant_id, *span) for span in periods]
-        return Seeds(day, month)
+    All its SQL is on a loop and connections of its own: batches of rows and roll-ups are milliseconds of Python.
+    """
+    async with SideLoop() as behind:
+        db = Database(settings.database_url)
+        try:
+            usage = Recorder(db, _spool(settings), settings.usage_spool_bytes)
+        except OSError as error:
+            raise SettingsError(f"STENCILPRESS_USAGE_DIR: {error.strerror}") from error
+        store = LocalStore() if not settings.quota_store else _guarded(settings, metrics)
 
-    opened = Accounting(Quotas(store, seed, metrics), usage)
-    tasks = [asyncio.create_task(work) for work in _background(opened, db, settings.usage_retention_days)]
-    try:
-        yield opened
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await opened.close()
+        async def used(tenant_id: int, periods: Periods) -> Seeds:
+            await usage.flush()  # what has ended here is in no ledger that begins now
+            day, month = [await tokens_used(db, tenant_id, *span) for span in periods]
+            return Seeds(day, month)
+
+        async def seed(tenant_id: int, periods: Periods) -> Seeds:
+            return await behind.call(used(tenant_id, periods))
+
+        opened = Accounting(Quotas(store, seed, metrics), usage, behind)
+        for work in _background(usage, db, settings.usage_retention_days):
+            behind.start(work)
+        renewing = asyncio.create_task(opened.quotas.run())
+        try:
+            yield opened
+        finally:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+            await opened.close()
+            await behind.call(_wind_up(behind, usage, db))
+            usage.close()
 
 
-def _background(opened: Accounting, db: Database, retention_days: int) -> list[Coroutine[Any, Any, None]]:
+async def _wind_up(behind: SideLoop, usage: Recorder, db: Database) -> None:
+    """On the loop behind: end the jobs, write the last rows, close the connections."""
+    await behind.stop()
+    await usage.last_flush()
+    await db.close()
+
+
+def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coroutine[Any, Any, None]]:
     holder = secrets.token_hex(8)
 
     async def roll_up_all() -> None:
@@ -165,9 +188,8 @@ def _background(opened: Accounting, db: Database, retention_days: int) -> list[C
         await purge_usage(db, *retention(datetime.now(UTC), retention_days, MINUTES_DAYS))
 
     return [
-        opened.quotas.run(),
-        opened.usage.run(),
-        opened.usage.recover_for_ever(),
+        usage.run(),
+        usage.recover_for_ever(),
         run_periodically(db, "usage-roll-up", holder, ROLL_UP_S, roll_up_all),
         run_periodically(db, "usage-purge", holder, PURGE_S, purge),
     ]

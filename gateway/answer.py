@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from stencilpress.engine.client import Stream
 from stencilpress.engine.messages import Finished, Token
 from stencilpress.gateway.detokenizer import StopFilter, StopStrings, TokenTable
@@ -46,9 +48,11 @@ class ShownToken:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one batch of tokens adds. ``tokens`` is empty unless logprobs were asked for."""
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """What one batch of tokens adds. ``tokens`` is empty unless logprobs were asked for.
+
+    One is made for every token of every stream; a frozen dataclass would cost ten times as much.
+    """
 
     text: str
     tokens: Sequence[ShownToken] = ()
@@ -156,6 +160,9 @@ class Answer:
         push, stop_ids, stop_filter = self._detokenizer.push, self._rules.stop_ids, self._filter
         if stop_filter is None and not self._rules.logprobs:
             self._counted += len(tokens)
+            if len(tokens) == 1:  # nearly always
+                only = tokens[0].token
+                return push(only) if only not in stop_ids else ""
             return "".join([push(token.token) for token in tokens if token.token not in stop_ids])
         texts = []
         for token in tokens:

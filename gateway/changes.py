@@ -23,6 +23,9 @@ POLL_S = 0.4
 STALE_S = 1.0
 """From a change to the moment when no gateway acts on what was before it."""
 
+LAST_ANSWER_S = 0.5
+"""How long the end waits for a question that is still open."""
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -53,18 +56,20 @@ class Changes:
     async def following(self) -> AsyncIterator[None]:
         """Polls once, then in the background while the block runs. Raises :class:`UnavailableError`."""
         await self.poll()
-        task = asyncio.create_task(self._follow())
+        stop = asyncio.Event()
+        task = asyncio.create_task(self._follow(stop))
         try:
             yield
         finally:
+            stop.set()
+            await asyncio.wait({task}, timeout=LAST_ANSWER_S)  # a question that is cut short costs its connection
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _follow(self) -> None:
+    async def _follow(self, stop: asyncio.Event) -> None:
         available = True
-        while True:
-            await asyncio.sleep(POLL_S)
+        while not await _set_within(stop, POLL_S):
             try:
                 await self.poll()
                 available = True
@@ -76,6 +81,15 @@ class Changes:
     def is_current(self, tenant_id: int, seen: int) -> bool:
         """Whether what was read of a tenant when ``seen`` was the highest stamp still holds."""
         return self._changed.get(tenant_id, 0) <= seen and self._clock() - self._asked_at < STALE_S
+
+
+async def _set_within(event: asyncio.Event, limit_s: float) -> bool:
+    """Wait for an event; False if it has not come after ``limit_s``."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 class CatalogCache(Generic[K, V]):

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stencilpress.gateway.usage.histogram import add, value_of
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -60,12 +65,12 @@ class Metrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self.registry,
         )
-        self.inter_token = Histogram(
+        self.inter_token = LatencyHistogram(
             "stencilpress_inter_token_seconds",
             "Between two arrivals of tokens for one choice",
-            buckets=_GAP_BUCKETS_S,
-            registry=self.registry,
+            _GAP_BUCKETS_S,
         )
+        self.registry.register(self.inter_token)
         self.answers_open = Gauge("stencilpress_answers_open", "Answers being made", registry=self.registry)
         self.websockets_open = Gauge("stencilpress_websockets_open", "WebSocket connections", registry=self.registry)
         self.slow_clients_cut = Counter(
@@ -104,6 +109,38 @@ class Metrics:
             sorted(running)[:MAX_NAMED_ADAPTERS],
             sorted(waiting)[:MAX_NAMED_ADAPTERS],
         )
+
+
+class LatencyHistogram(Collector):
+    """A histogram that is fed with whole histograms (gateway/usage/histogram.py), a request's at its end.
+
+    Its own bounds in seconds are coarser than those: a duration is counted by the middle of its bucket.
+    """
+
+    def __init__(self, name: str, text: str, bounds_s: Sequence[float]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds_s = bounds_s
+        self._counts: dict[int, int] = {}
+        self._sum_ms = 0.0
+
+    def add(self, counts: Mapping[int, int], sum_ms: float) -> None:
+        """Count durations by their buckets; ``sum_ms`` is their exact sum."""
+        add(self._counts, counts)
+        self._sum_ms += sum_ms
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        buckets = [
+            (
+                "+Inf" if bound_s == inf else str(bound_s),
+                float(sum(n for b, n in self._counts.items() if value_of(b) <= 1000 * bound_s)),
+            )
+            for bound_s in (*self._bounds_s, inf)
+        ]
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum_ms / 1000)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from stencilpress.gateway.answer import Delta, FinishReason, ShownToken
 from stencilpress.gateway.errors import ApiError
@@ -114,34 +114,59 @@ class EventStream:
         self._metrics = metrics
         self._response = web.StreamResponse(headers=HEADERS)
         self._starting = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None
+        """Where chunks of the body can be written as they are; None before the first event, and for HTTP/1.0."""
 
     @property
     def started(self) -> bool:
         """Whether the status is out."""
         return self._response.prepared
 
+    def write_now(self, data: bytes) -> bool:
+        """Write whole events at once if nothing is in the way; False if they need :meth:`send`.
+
+        This is every event but the first to a client that keeps up, so it does not go through the five calls of the
+        library's writer. Raises :class:`ConnectionError` when the client is gone.
+        """
+        transport = self._transport
+        if transport is None or len(data) > UNTIMED_BYTES or transport.get_write_buffer_size():
+            return False
+        if transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        if data:  # a chunk of no bytes would end the body
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
     async def send(self, data: bytes) -> None:
-        """Write whole events. Raises :class:`ConnectionError` when the client is gone."""
+        """Write whole events, waiting for the client if need be. Raises :class:`ConnectionError` when it is gone."""
         if not self._response.prepared:
             async with self._starting:
+                if self._request.version >= HttpVersion11:
+                    self._response.enable_chunked_encoding()
                 await self._response.prepare(self._request)
+        if self.write_now(data):
+            return
         transport = self._request.transport
         if transport is not None and not transport.get_write_buffer_size() and len(data) <= UNTIMED_BYTES:
-            await self._response.write(data)
+            await self._response.write(data)  # the first, with the headers
+            if self._response.chunked:
+                self._transport = transport
             return
         async with self._cut_when_slow():
             await self._response.write(data)
 
-    async def finish(self) -> web.StreamResponse:
-        """End the response in the regular way."""
+    async def finish(self, data: bytes = b"") -> web.StreamResponse:
+        """End the response in the regular way, with these last events."""
+        if not self._response.prepared:
+            await self.send(data)
+            data = b""
         async with self._cut_when_slow():
-            await self._response.write_eof()
+            await self._response.write_eof(data)
         return self._response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """Tell the client of a failure in mid-stream: an error event, no finish reason, no end mark."""
-        await self.send(b"data: " + error.body() + b"\n\n")
-        return await self.finish()
+        return await self.finish(b"data: " + error.body() + b"\n\n")
 
     @asynccontextmanager
     async def _cut_when_slow(self) -> AsyncIterator[None]:

@@ -144,6 +144,10 @@ async def respond(
         return await _stream(request, open_answers, encoder, generation.choices_per_prompt)
 
 
+Consume = Callable[[int, Delta], Awaitable[None] | None]
+"""Takes the index of a choice and its next delta; what it returns is waited for, None is not."""
+
+
 class OpenAnswers:
     """The answers of one generation while they are made, timed as they come."""
 
@@ -154,8 +158,8 @@ class OpenAnswers:
         self._services = services
         self._first = True
 
-    async def follow(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
-        """Hand every delta to ``consume(index, delta)``; choices advance independently of each other.
+    async def follow(self, consume: Consume) -> None:
+        """Hand every delta to ``consume``; choices advance independently of each other.
 
         Raises :class:`RequestTimeoutError` when the request's time is over.
         """
@@ -168,7 +172,7 @@ class OpenAnswers:
                 raise
             raise RequestTimeoutError(f"The answer took longer than {limit_s:g} s.") from None
 
-    async def _follow_all(self, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+    async def _follow_all(self, consume: Consume) -> None:
         if len(self.each) == 1:
             await self._follow(self.each[0], consume)
             return
@@ -184,14 +188,13 @@ class OpenAnswers:
         finished = [await answer.settle() for answer in self.each]
         return usage(finished, sum(answer.answer_tokens for answer in self.each), choices_per_prompt)
 
-    async def _follow(self, answer: Answer, consume: Callable[[int, Delta], Awaitable[None]]) -> None:
+    async def _follow(self, answer: Answer, consume: Consume) -> None:
         metrics, meter = self._services.metrics, self.charge.meter
         last = 0.0
         try:
             async for delta in answer:
                 now = time.perf_counter()
                 if last:
-                    metrics.inter_token.observe(now - last)
                     meter.gap(now - last, delta.token_count)
                 elif self._first:
                     self._first = False
@@ -200,7 +203,9 @@ class OpenAnswers:
                     self._active.begin()
                     CURRENT.get().first_token(now)
                 last = now
-                await consume(answer.index, delta)
+                pending = consume(answer.index, delta)
+                if pending is not None:
+                    await pending
         except EngineLostError:
             if self._services.drain.draining:
                 raise UnavailableError("The server is shutting down; try again shortly.") from None
@@ -242,6 +247,7 @@ async def answers(
         finally:  # none of this waits, so a cancelled request is settled all the same
             charge.close(opened.each)
             if opened.each:
+                metrics.inter_token.add(charge.meter.gaps, charge.meter.gaps_ms)
                 _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
 
 
@@ -285,7 +291,7 @@ async def _collect(opened: OpenAnswers, generation: Generation, endpoint: Endpoi
     tokens: list[list[ShownToken]] = [[] for _ in opened.each]
     reasons: list[FinishReason] = ["stop" for _ in opened.each]
 
-    async def keep(index: int, delta: Delta) -> None:
+    def keep(index: int, delta: Delta) -> None:
         texts[index].append(delta.text)
         tokens[index].extend(delta.tokens)
         reasons[index] = delta.finish_reason or reasons[index]
@@ -312,15 +318,17 @@ async def _stream(
     services = request.app[SERVICES]
     events = EventStream(request, services.settings.write_limit_s, services.metrics)
 
-    async def send(index: int, delta: Delta) -> None:
-        opened.charge.meter.deliver(delta.token_count)
-        await events.send(encoder.delta(index, delta))
+    deliver, write_now = opened.charge.meter.deliver, events.write_now
+
+    def send(index: int, delta: Delta) -> Awaitable[None] | None:
+        deliver(delta.token_count)
+        data = encoder.delta(index, delta)
+        return None if write_now(data) else events.send(data)
 
     try:
         await opened.follow(send)
         usage = await opened.usage(choices_per_prompt) if encoder.include_usage else None
-        await events.send(encoder.end(usage))
-        return await events.finish()
+        return await events.finish(encoder.end(usage))
     except ConnectionError:
         raise
     except Exception as error:

@@ -19,6 +19,9 @@ from stencilpress.gateway.catalog.models import JobLeaseRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import UnavailableError
 
+LEAST_LEASE_S = 30.0
+"""Longer than any pause of a process that still runs."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,12 +55,12 @@ async def run_periodically(
 ) -> None:
     """Run ``job`` every ``interval_s`` while this process holds the lease, for ever. Failures are logged and retried.
 
-    A holder that dies is replaced after three intervals. Cancelling gives the lease back.
+    A holder that dies is replaced after three intervals or half a minute. Cancelling gives the lease back.
     """
     try:
         while True:
             try:
-                if await acquire(db, name, holder, 3 * interval_s):
+                if await acquire(db, name, holder, max(3 * interval_s, LEAST_LEASE_S)):
                     await job()
             except UnavailableError:
                 logger.warning("job %s waits for the catalog", name)

@@ -351,6 +351,7 @@ class UsageRollupRow(Table):
     __tablename__ = "usage_rollups"
     __table_args__: Any = (
         Index("ix_usage_rollups_period_starts_at", "period", "starts_at"),
+        Index(None, "tenant_id", "period", "adapter", "starts_at"),
         CheckConstraint("period IN ('minute', 'hour', 'day')", "period_known"),
     )
 

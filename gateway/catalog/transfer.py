@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.catalog.audit import Target, audit
-from stencilpress.gateway.catalog.models import Table, TenantRow
+from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
@@ -31,22 +31,21 @@ EXPORTED = (
     "api_keys",
     "adapters",
     "versions",
+    "alias_moves",
     "aliases",
     "canaries",
     "adapter_shares",
     "smoke_suites",
 )
-NOT_EXPORTED = (
-    "audit_log",
-    "alias_moves",
-    "smoke_runs",
-    "usage_requests",
-    "usage_rollups",
-    "catalog_stamps",
-    "job_leases",
-)
+"""In this order: what a row refers to comes before it."""
+NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "smoke_runs", "catalog_stamps", "job_leases")
 """The history of this installation, and what only means something beside its gateways."""
+LOOSE_REFERENCES: Mapping[tuple[str, str], int | None] = {("aliases", "move_id"): 0, ("alias_moves", "parent_id"): None}
+"""Columns that name a row of ``alias_moves`` without a foreign key, with what stands there for none."""
 BATCH_ROWS = 500
+
+
+_MOVE_ID: Any = AliasMoveRow.__table__.columns["id"]
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="header", tag_field="kind"):
@@ -171,16 +170,16 @@ class _Arrival:
     def _renumbered(self, table: SqlTable, row: dict[str, Any]) -> dict[str, Any] | None:
         """With our ids for the file's; None if the row belongs to one that was skipped."""
         for column in table.columns:
-            for key in column.foreign_keys:
-                if key.column is not _given_by_database(key.column.table) or row[column.name] is None:
-                    continue
-                known = self._ids.get(key.column, {})
-                if row[column.name] not in known:
-                    raise _bad_file(f"has a row of {table.name} whose {column.name} it has no row for")
-                ours = known[row[column.name]]
-                if ours is None:
-                    return None
-                row = {**row, column.name: ours}
+            theirs, loose = row[column.name], (table.name, column.name)
+            if loose in LOOSE_REFERENCES:
+                ours = self._ids.get(_MOVE_ID, {}).get(theirs, LOOSE_REFERENCES[loose])
+            elif (origin := _origin(column)) is None or theirs is None:
+                continue
+            elif theirs not in self._ids.get(origin, {}):
+                raise _bad_file(f"has a row of {table.name} whose {column.name} it has no row for")
+            elif (ours := self._ids[origin][theirs]) is None:
+                return None
+            row = {**row, column.name: ours}
         return row
 
     async def _exists(self, name: str) -> bool:
@@ -191,7 +190,18 @@ class _Arrival:
 
 
 def _tables() -> list[SqlTable]:
-    return [table for table in Table.metadata.sorted_tables if table.name in EXPORTED]
+    return [Table.metadata.tables[name] for name in EXPORTED]
+
+
+def _origin(column: Column[Any]) -> Column[Any] | None:
+    """The column of another table, filled by the database, whose number this one holds, be it over several tables."""
+    for key in column.foreign_keys:
+        target: Column[Any] = key.column
+        if target is _given_by_database(target.table):
+            return target
+        if (origin := _origin(target)) is not None:
+            return origin
+    return None
 
 
 def _given_by_database(table: Any) -> Column[Any] | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from sqlalchemy import Row, and_, delete, func, or_, select, tuple_, update
+from sqlalchemy import Row, Table, and_, delete, func, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.sql.elements import ColumnElement
@@ -25,6 +25,7 @@ _KEYS_A_STATEMENT = 200
 _SUMS = (
     "requests", "failures", "cold_starts", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens"
 )  # fmt: skip
+_COLUMNS = tuple(one.name for one in fields(UsageRow))
 _HISTOGRAMS = ("ttft", "inter_token", "queue")
 
 
@@ -55,9 +56,10 @@ class UsageSum:
 async def insert_usage(db: Database, rows: Sequence[UsageRow]) -> None:
     """Write rows; one whose key is there already is left as it is. Raises :class:`UnavailableError`."""
     insert = postgresql.insert if db.is_postgresql else sqlite.insert
-    statement = insert(UsageRequestRow).on_conflict_do_nothing(index_elements=["key"])
+    statement = insert(cast("Table", UsageRequestRow.__table__)).on_conflict_do_nothing(index_elements=["key"])
+    values = [{**{name: getattr(row, name) for name in _COLUMNS}, "rolled_up": False} for row in rows]
     async with db.write() as session:
-        await session.execute(statement, [{**asdict(row), "rolled_up": False} for row in rows])
+        await session.execute(statement, values)
 
 
 async def tokens_used(db: Database, tenant_id: int, start_s: int, end_s: int) -> int:
@@ -125,7 +127,7 @@ async def usage_between(
     sums: dict[tuple[int, str], UsageSum] = {}
     async with db.read() as session:
         for row in (await session.execute(query)).all():
-            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(_stored(row))
+            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(stored_sum(row))
     return sums
 
 
@@ -162,7 +164,7 @@ async def _merge(
         await session.execute(insert(UsageRollupRow).on_conflict_do_nothing(), fresh)
         query = select(UsageRollupRow).where(tuple_(*_rollup_key()).in_(keys)).with_for_update()
         for row in await session.scalars(query.order_by(*_rollup_key())):
-            total = _stored(row)
+            total = stored_sum(row)
             total.merge(groups[row.tenant_id, row.period, row.starts_at, row.adapter])  # type: ignore[index]
             for name in _SUMS:
                 setattr(row, name, getattr(total, name))
@@ -196,7 +198,8 @@ def _sum_of(row: Row[Any]) -> UsageSum:
     )
 
 
-def _stored(row: UsageRollupRow | Row[Any]) -> UsageSum:
+def stored_sum(row: UsageRollupRow | Row[Any]) -> UsageSum:
+    """The sum that a roll-up's row holds."""
     values: dict[str, Any] = {name: getattr(row, name) for name in _SUMS}
     values |= {name: unpack(getattr(row, name)) for name in _HISTOGRAMS}
     return UsageSum(**values)

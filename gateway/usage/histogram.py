@@ -16,7 +16,7 @@ GROWTH = 1.1
 LEAST_MS = 0.01
 MOST_MS = 86_400_000.0
 
-_SCALE = 1 / math.log(GROWTH)
+SCALE = 1 / math.log(GROWTH)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[int, int]).decode
 
@@ -26,12 +26,12 @@ Counts = dict[int, int]
 
 def bucket_of(ms: float) -> int:
     """The bucket of a duration; what is outside of 0.01 ms to a day goes to the last bucket on that side."""
-    return math.ceil(math.log(min(max(ms, LEAST_MS), MOST_MS)) * _SCALE)
+    return math.ceil(math.log(min(max(ms, LEAST_MS), MOST_MS)) * SCALE)
 
 
 def value_of(bucket: int) -> float:
     """The duration in milliseconds that stands for a bucket."""
-    return math.exp((bucket - 0.5) / _SCALE)
+    return math.exp((bucket - 0.5) / SCALE)
 
 
 def add(into: Counts, other: Mapping[int, int]) -> None:

@@ -7,13 +7,14 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from math import ceil, log
 from pathlib import Path
 
 from stencilpress.engine.messages import Finished
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.errors import UnavailableError
-from stencilpress.gateway.usage.histogram import Counts, bucket_of, pack
+from stencilpress.gateway.usage.histogram import LEAST_MS, MOST_MS, SCALE, Counts, bucket_of, pack
 from stencilpress.gateway.usage.journal import (
     COUNTS_WORD,
     SLOT_WORDS,
@@ -28,7 +29,7 @@ from stencilpress.gateway.usage.record import Status, new_key
 
 FLUSH_S = 0.5
 BATCH_ROWS = 250
-"""Rows of one transaction: preparing them keeps the loop busy for a few milliseconds."""
+"""Rows of one transaction."""
 RETRY_S = 1.0
 RECOVER_S = 15.0
 """How often this host's spool is looked through for what killed gateways left."""
@@ -53,8 +54,21 @@ class Admitted:
 class Meter:
     """What one request has used so far. Its counts survive this process; :meth:`close` makes its row."""
 
-    __slots__ = ("_at", "_gap_ms", "_gap_tokens", "_gaps", "_recorder", "_segment", "_slot", "_words",
-                 "arrived_at", "delivered", "error", "prompt_tokens", "ttft_ms")  # fmt: skip
+    __slots__ = (
+        "_at",
+        "_gap_tokens",
+        "_recorder",
+        "_segment",
+        "_slot",
+        "_words",
+        "arrived_at",
+        "delivered",
+        "error",
+        "gaps",
+        "gaps_ms",
+        "prompt_tokens",
+        "ttft_ms",
+    )  # fmt: skip
 
     def __init__(self, recorder: Recorder, segment: Segment, slot: int, prompt_tokens: int, arrived_at: float) -> None:
         self._recorder = recorder
@@ -62,8 +76,8 @@ class Meter:
         self._slot = slot
         self._words = segment.words
         self._at = SLOT_WORDS * slot + COUNTS_WORD
-        self._gaps: Counts = {}
-        self._gap_ms = 0.0
+        self.gaps: Counts = {}
+        self.gaps_ms = 0.0
         self._gap_tokens = 0
         self.arrived_at = arrived_at
         self.prompt_tokens = prompt_tokens
@@ -83,9 +97,10 @@ class Meter:
     def gap(self, seconds: float, tokens: int) -> None:
         """The next arrival of a choice, with so many tokens, came so long after the one before."""
         ms = seconds * 1000
-        bucket = bucket_of(ms)
-        self._gaps[bucket] = self._gaps.get(bucket, 0) + 1
-        self._gap_ms += ms
+        bucket = ceil(log(ms) * SCALE) if LEAST_MS < ms < MOST_MS else bucket_of(ms)  # once a token: not worth a call
+        gaps = self.gaps
+        gaps[bucket] = gaps.get(bucket, 0) + 1
+        self.gaps_ms += ms
         self._gap_tokens += tokens
 
     def billed(self) -> int:
@@ -109,18 +124,21 @@ class Meter:
                 prompt_tokens=billed_prompt,
                 cached_tokens=min(sum(one.cached_tokens for one in finished), billed_prompt),
                 ttft_ms=self.ttft_ms,
-                inter_token_ms=self._gap_ms / self._gap_tokens if self._gap_tokens else None,
+                inter_token_ms=self.gaps_ms / self._gap_tokens if self._gap_tokens else None,
                 queue_ms=max((one.queue_ms for one in finished), default=0.0),
                 cold_start_ms=max((one.cold_start_ms for one in finished), default=0.0),
                 duration_ms=(time.perf_counter() - self.arrived_at) * 1000,
                 error_code=self.error,
             ),
         )
-        self._recorder.ended(self._segment, self._slot, pack(self._gaps) if self._gaps else None)
+        self._recorder.ended(self._segment, self._slot, pack(self.gaps) if self.gaps else None)
 
 
 class Recorder:
-    """The journal of this process and what of it waits for the catalog. :meth:`run` belongs in a task."""
+    """The journal of this process and what of it waits for the catalog.
+
+    Its coroutines belong on one loop, that of ``db``; :meth:`open` and the meters may be used on another.
+    """
 
     def __init__(self, db: Database, folder: Path, max_bytes: int) -> None:
         """Raises ``OSError`` if the folder cannot be used."""
@@ -128,7 +146,6 @@ class Recorder:
         self._folder = folder
         self._journal = Journal(folder, max_bytes)
         self._ended: deque[tuple[Segment, int, bytes | None]] = deque()
-        self._some = asyncio.Event()
         self._flushing = asyncio.Lock()
 
     def open(self, who: Admitted, arrived_at: float) -> Meter:
@@ -154,19 +171,15 @@ class Recorder:
     def ended(self, segment: Segment, slot: int, gaps: bytes | None) -> None:
         """A meter's row can be written."""
         self._ended.append((segment, slot, gaps))
-        self._some.set()
 
     async def run(self) -> None:
         """Write rows as they come, until cancelled."""
         while True:
-            await self._some.wait()
             await asyncio.sleep(FLUSH_S)
-            self._some.clear()
             try:
                 await self.flush()
             except UnavailableError:
                 logger.warning("%d usage rows wait for the catalog", len(self._ended))
-                self._some.set()
                 await asyncio.sleep(RETRY_S)
 
     async def recover_for_ever(self) -> None:
@@ -203,11 +216,14 @@ class Recorder:
             finally:
                 segment.close(remove=saved)
 
-    async def close(self) -> None:
-        """Write what can be written within a second and let go of the journal."""
+    async def last_flush(self) -> None:
+        """Write what can be written within a second."""
         try:
             async with asyncio.timeout(LAST_FLUSH_S):
                 await self.flush()
         except (TimeoutError, UnavailableError):
             logger.warning("%d usage rows are left for the next start", len(self._ended))
+
+    def close(self) -> None:
+        """Let go of the journal; rows that are still in it are recovered at the next start."""
         self._journal.close()

@@ -122,7 +122,7 @@ async def running_gateway(
         db = await stack.enter_async_context(Database(url))
         metrics = Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants)
         await migrate(db)
-        accounts = await stack.enter_async_context(accounting(gateway_settings, db, metrics))
+        accounts = await stack.enter_async_context(accounting(gateway_settings, metrics))
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)
         await client.wait_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 from stencilpress.cli import main
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.api.admin.router import OPERATIONS
+from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.usage.record import UsageRow, new_key
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway
 
@@ -33,6 +36,8 @@ VERBS = {
     "change_key": "key set",
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
+    "list_usage": "usage list",
+    "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
     "add_version": "adapter add",
@@ -146,6 +151,57 @@ async def test_a_file_that_the_command_wrote_the_api_takes_and_gives(
             200,
             {"rows": {}, "skipped": ["demo", "other"], "digests": []},
         )
+
+
+async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
+    viewer = await admin_client(gateway, "demo", Role.VIEWER)
+    now = datetime.now(UTC)
+    await insert_usage(gateway.services.db, [request_row(now - timedelta(minutes=n), n) for n in range(5)])
+    await roll_up(gateway.services.db)
+    base, pirate = (await viewer("GET", "/tenants/demo/usage"))["data"]
+    assert (base["adapter"], base["requests"], base["prompt_tokens"]) == ("", 2, 10 + 30)
+    assert (pirate["adapter"], pirate["requests"], pirate["completion_tokens"]) == ("pirate", 3, 3 * 7)
+    assert pirate["ttft_ms"]["p50"] == pytest.approx(102, rel=0.05)
+    assert pirate["ttft_ms"]["p99"] == pytest.approx(104, rel=0.05)
+    assert await cli("usage", "list", "demo", "--json") == [base, pirate]
+    first = await viewer("GET", "/tenants/demo/usage?limit=1")
+    assert first["data"] == [base]
+    assert (await viewer("GET", f"/tenants/demo/usage?limit=1&after={first['next']}"))["data"] == [pirate]
+    requests = (await viewer("GET", "/tenants/demo/requests"))["data"]
+    assert [one["request_id"] for one in requests] == [f"req_{n}" for n in range(5)]
+    assert await cli("usage", "requests", "demo", "--json") == requests
+    page = await viewer("GET", "/tenants/demo/requests?limit=2")
+    assert (await viewer("GET", f"/tenants/demo/requests?limit=9&after={page['next']}"))["data"] == requests[2:]
+    assert (await (await admin_client(gateway, "other", Role.ADMIN))("GET", "/tenants/other/requests"))["data"] == []
+    span = "start=2026-01-01T00:00:00Z&end="
+    for query in (f"{span}2025-01-01T00:00:00Z", f"{span}2028-01-01T00:00:00Z", "start=yesterday", "period=year"):
+        refused = await viewer("GET", f"/tenants/demo/usage?{query}", status=400)
+        assert refused["error"]["param"] in ("start", "period")
+
+
+def request_row(admitted_at: datetime, number: int) -> UsageRow:
+    return UsageRow(
+        key=new_key(int(admitted_at.timestamp() * 1e9)),
+        request_id=f"req_{number}",
+        tenant_id=1,
+        key_id="kkkkkkkkkkkk",
+        adapter="" if number % 2 else "pirate",
+        version=0 if number % 2 else 1,
+        admitted_at=admitted_at,
+        finished_at=admitted_at,
+        status="completed",
+        error_code="",
+        prompt_tokens=10 * number,
+        cached_tokens=0,
+        completion_tokens=7,
+        undelivered_tokens=0,
+        ttft_ms=100.0 + number,
+        inter_token_ms=5.0,
+        queue_ms=1.0,
+        cold_start_ms=0.0,
+        duration_ms=200.0,
+        gaps=None,
+    )
 
 
 async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cli, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def statements(db: Database) -> Iterator[list[str]]:
 
 
 async def test_warm_requests_cost_no_sql(gateway: Gateway) -> None:
+    changes = gateway.services.changes
+    changes._clock = lambda: changes._asked_at  # however late a busy machine asks, the last answer is fresh
     pinned = {"model": "pirate@2", "prompt": "hi", "max_tokens": 2}
     with statements(gateway.services.db) as cold:
         assert (await gateway.post("/v1/chat/completions", CHAT))[0] == 200

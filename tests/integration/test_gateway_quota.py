@@ -54,10 +54,9 @@ def limit(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> N
 
 async def usage_rows(gateway: Gateway, count: int) -> list[Any]:
     """All rows, oldest first, once there are so many and nothing is in progress."""
-    usage = gateway.services.accounting.usage
     async with asyncio.timeout(10):
         while True:
-            await usage.flush()
+            await gateway.services.accounting.flush()
             async with gateway.services.db.read() as session:
                 rows = (await session.execute(select(UsageRequestRow.__table__).order_by(UsageRequestRow.key))).all()
             if len(rows) >= count:
@@ -254,7 +253,7 @@ async def test_budgets_survive_a_restart_and_roll_ups_count_a_row_once(
     assert await roll_up(db) == 0
     assert await tokens_used(db, row.tenant_id, 0, 2**32) == 20
     settings = msgspec.structs.replace(gateway.services.settings, usage_dir=str(tmp_path / "again"))
-    async with accounting(settings, db, Metrics()) as restarted:
+    async with accounting(settings, Metrics()) as restarted:
         with pytest.raises(InsufficientQuotaError, match="5 are left"):
             await restarted.quotas.reserve(row.tenant_id, quota, 6)
         (await restarted.quotas.reserve(row.tenant_id, quota, 5)).undo()

@@ -62,7 +62,7 @@ async def test_a_killed_gateway_leaves_a_row_for_each_request_true_to_a_step(
     for _ in range(2):  # recovering twice changes nothing
         recorder = Recorder(db, tmp_path / "usage", 1 << 20)
         await recorder.recover()
-        await recorder.close()
+        recorder.close()
     rows = await rows_of(db)
     assert len(rows) == 20 + 10 + 9
     assert len({row.request_id for row in rows}) == len(rows)

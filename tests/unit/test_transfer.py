@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import msgspec
 import pytest
 
 from stencilpress.gateway.access import Role, Scopes
-from stencilpress.gateway.catalog.adapters import add_version, find_version, list_adapters, list_shared, set_defaults
-from stencilpress.gateway.catalog.aliases import move_alias, roll_back
+from stencilpress.gateway.catalog.adapters import add_version, list_adapters, promote, set_defaults
+from stencilpress.gateway.catalog.aliases import list_moves, move_alias, roll_back
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.credentials import list_keys
-from stencilpress.gateway.catalog.lifecycle import get_suite, set_suite, share_adapter
+from stencilpress.gateway.catalog.lifecycle import get_suite, list_shares, set_suite, share_adapter
 from stencilpress.gateway.catalog.models import Table
 from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion, TenantLimits
 from stencilpress.gateway.catalog.schema import migrate
@@ -45,10 +46,11 @@ async def source(tmp_path: Path) -> AsyncIterator[Database]:
             files = ("adapter_config.json",)
             new = NewVersion(f"{content:064x}", BASE.id, False, (4, 8), ("q_proj",), 1000, files)
             await add_version(db, acme.id, "helper", new, BASE)
-        await move_alias(db, acme.id, "helper", "canary", AliasTarget(2, Canary(1, 30)))
+        await promote(db, acme.id, "helper", 2, "canary")
+        await move_alias(db, acme.id, "helper", "prod", AliasTarget(1, Canary(2, 25)))
         await set_defaults(db, acme.id, "helper", 2, VersionDefaults(system_prompt="Be brief."))
         await share_adapter(db, acme.id, "helper", "filler-1")
-        await set_suite(db, acme.id, "helper", [{"messages": []}])
+        await set_suite(db, acme.id, "helper", [{"prompt": "hi"}])
         await disable_tenant(db, "filler-2")
         yield db
 
@@ -69,21 +71,12 @@ def test_every_table_is_exported_or_left_out_on_purpose() -> None:
 
 async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) -> None:
     token = (await issue_key(source, "acme", "ci", role=Role.ADMIN, scopes=Scopes(("helper",)))).token
+    mine = await create_tenant(db, "mine")
+    await add_version(db, mine.id, "first", NewVersion("f" * 64, BASE.id, False, (4,), ("q_proj",), 1, ()), BASE)
     done = await import_catalog(db, lines(await exported(source)))
-    assert done == Imported(
-        {
-            "tenants": 4,
-            "api_keys": 1,
-            "adapters": 1,
-            "versions": 2,
-            "aliases": 2,
-            "canaries": 1,
-            "adapter_shares": 1,
-            "smoke_suites": 1,
-        },
-        [],
-        [f"{content:064x}" for content in (1, 2)],
-    )
+    counts = {"tenants": 4, "api_keys": 1, "adapters": 1, "versions": 2, "alias_moves": 3, "aliases": 2, "canaries": 1}
+    digests = [f"{content:064x}" for content in (1, 2)]
+    assert done == Imported({**counts, "adapter_shares": 1, "smoke_suites": 1}, [], digests)
     assert await list_keys(db, "acme") == await list_keys(source, "acme")
     for name in ("acme", "filler-2"):
         ours, theirs = await get_tenant(db, name), await get_tenant(source, name)
@@ -94,17 +87,23 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
         )
         assert ours.disabled_at == theirs.disabled_at
     acme, before = await get_tenant(db, "acme"), await get_tenant(source, "acme")
-    assert await list_adapters(db, acme.id) == await list_adapters(source, before.id)
+    [copy], [original] = await list_adapters(db, acme.id), await list_adapters(source, before.id)
+    assert dataclasses.replace(copy, moves={}) == dataclasses.replace(original, moves={})
     assert (await KeyRing(db, Changes(db)).authenticate(token)).tenant_id == acme.id
-    assert [entry.action for entry in await list_audit(db)] == ["catalog.import"]
+    assert (await list_audit(db))[0].action == "catalog.import"
     fresh = await create_tenant(db, "later")
     assert fresh.id > acme.id, "the database goes on counting behind what was imported"
-    assert await find_version(db, acme.id, "helper", alias="canary") is not None
-    assert await get_suite(db, acme.id, "helper") == await get_suite(source, before.id, "helper")
-    guest = await get_tenant(db, "filler-1")
-    assert [adapter.name for adapter in await list_shared(db, guest.id)] == ["helper"]
-    with pytest.raises(ConflictError, match="no earlier state"):  # the history stays behind
-        await roll_back(db, acme.id, "helper", "canary")
+    await check_what_belongs_to_the_adapter(source, before.id, db, acme.id)
+
+
+async def check_what_belongs_to_the_adapter(source: Database, theirs: int, db: Database, ours: int) -> None:
+    """Shares, smoke prompts, and a history that leads back as it did: numbers of moves differ and fit each other."""
+    assert await list_shares(db, ours, "helper") == await list_shares(source, theirs, "helper")
+    assert await get_suite(db, ours, "helper") == await get_suite(source, theirs, "helper")
+    moves, before = await list_moves(db, ours, "helper"), await list_moves(source, theirs, "helper")
+    assert [dataclasses.replace(move, id=0) for move in moves] == [dataclasses.replace(move, id=0) for move in before]
+    back = await roll_back(db, ours, "helper", "prod")
+    assert back.target == AliasTarget(1)
 
 
 async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, db: Database) -> None:
@@ -114,7 +113,7 @@ async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, d
         await import_catalog(db, lines(file))
     assert [tenant.name for tenant in await list_tenants(db)] == ["acme"]
     done = await import_catalog(db, lines(file), skip_existing=True)
-    assert (done.skipped, done.rows, done.digests) == (["acme"], {"tenants": 3}, [])
+    assert (done.skipped, done.rows, done.digests) == (["acme"], {"tenants": 3}, []), "nor what it has, shares included"
     assert await get_tenant(db, "acme") == mine
     assert await list_adapters(db, mine.id) == ()
 

@@ -164,7 +164,7 @@ async def test_meters_become_rows_and_their_slots_are_free_again(db: Database, t
     assert found.inter_token_ms == pytest.approx(10.0)
     assert found.gaps is not None
     assert unpack(found.gaps) == {bucket_of(10.0): 4}
-    await recorder.close()
+    recorder.close()
     assert list((tmp_path / "usage").iterdir()) == []
 
 
@@ -174,7 +174,7 @@ async def test_rows_wait_for_a_catalog_that_is_away(tmp_path: Path) -> None:
         recorder.open(WHO, 0.0).close(Status.COMPLETED, 0, [])
         with pytest.raises(UnavailableError):
             await recorder.flush()
-        await recorder.close()
+        recorder.close()
         assert len(list((tmp_path / "usage").iterdir())) == 1
 
 

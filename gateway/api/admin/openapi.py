@@ -63,7 +63,7 @@ def _operation(one: Operation, references: dict[str, Any]) -> dict[str, Any]:
         "operationId": one.id,
         "summary": one.summary,
         "description": "\n\n".join(filter(None, [one.description, f"Roles: {roles}."])),
-        "parameters": [*_path_parameters(one.path), *_query_parameters(one.query)],
+        "parameters": [*_path_parameters(one.path), *query_parameters(one.query)],
         "responses": {
             str(one.status): {"description": "Done.", "content": {one.produces: {"schema": _answer(one, references)}}},
             "default": {"description": "Refused.", "content": {JSON: {"schema": references[repr(ErrorBody)]}}},
@@ -88,7 +88,8 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
     ]
 
 
-def _query_parameters(query: type[Any] | None) -> list[dict[str, Any]]:
+def query_parameters(query: type[Any] | None) -> list[dict[str, Any]]:
+    """What a query string may have, as OpenAPI's parameter objects."""
     if query is None:
         return []
     schema = msgspec.json.schema(query)

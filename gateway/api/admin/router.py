@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import ADMIN_PREFIX
-from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads
+from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads, usage
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
 from stencilpress.gateway.api.admin.operation import JSON
@@ -17,6 +17,7 @@ OPERATIONS = (
     *adapters.OPERATIONS,
     *aliases.OPERATIONS,
     *uploads.OPERATIONS,
+    *usage.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )

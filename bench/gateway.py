@@ -1,0 +1,377 @@
+"""The gateway on one core with everything on: key, quota in all dimensions, usage rows, metrics.
+
+A fake engine that speaks the real ring protocol and the load share the other core. Added times are those through the
+gateway less those of the same requests through the engine client alone. Needs two cores that nobody else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+from tokenizers import Tokenizer
+
+from bench.gateway_load import Seen, Target, closed_loop, connect, drain
+from bench.results import Result, median_result, record
+from stencilpress.engine.client import EngineClient
+from stencilpress.engine.messages import Sampling, Submit, pack_tokens
+from stencilpress.gateway.catalog.records import TenantLimits
+from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.keys import issue_key
+from stencilpress.gateway.quota.plan import Quota
+
+BASE = "smollm2-135m-instruct"
+GATEWAY_CORE, LOAD_CORE = 0, 1
+WORDS = " the sea and then of a in to is for on with as by at from that it was be"
+PROMPT = "Write a few sentences about the tides of the sea, step by step, for a reader who has never heard of them."
+TOKENS = 64
+INTERVAL_MS = 20.0
+PAUSE_S = 0.04
+"""Between a stream and the next on its connection, on average."""
+MANY = 10**9
+GENEROUS = Quota(MANY, MANY, 10**6, 10**12, 10**12)
+BURSTS = {
+    "concurrent_streams": Quota(concurrent_streams=100),
+    "requests_per_minute": Quota(requests_per_minute=100),
+    "tokens_per_minute": Quota(tokens_per_minute=10_000),
+    "tokens_per_day": Quota(tokens_per_day=10_000),
+    "tokens_per_month": Quota(tokens_per_month=10_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A running gateway with its engine. ``keys`` is by tenant."""
+
+    port: int
+    keys: dict[str, str]
+    engine_socket: Path
+    prompt: list[int]
+    text: str
+    """What an answer says."""
+    gateway: psutil.Process
+
+    def target(self, tenant: str = "generous") -> Target:
+        return Target("127.0.0.1", self.port, self.keys[tenant], "base")
+
+
+@contextlib.contextmanager
+def _process(
+    command: Sequence[str], core: int, environment: dict[str, str] | None = None, **more: Any
+) -> Iterator[Any]:
+    pinned = ["taskset", "--cpu-list", str(core), *command]
+    process = subprocess.Popen(pinned, env={**os.environ, **(environment or {})}, **more)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+
+
+def _wait_ready(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"nothing is ready on port {port}")
+
+
+@contextlib.contextmanager
+def running(model_dir: Path, interval_ms: float) -> Iterator[Bench]:
+    """Engine and gateway with a catalog of their own."""
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    words = tokenizer.encode(WORDS).ids
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stencilpress-bench-")))
+        url = f"sqlite:///{folder / 'catalog.db'}"
+        keys = asyncio.run(_fill(url))
+        engine = [sys.executable, "-m", "bench.gateway_engine", str(folder / "engine.sock"), str(model_dir)]
+        engine += ["--interval-ms", str(interval_ms), "--words", *map(str, words)]
+        stack.enter_context(_process(engine, LOAD_CORE))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
+        settings = {
+            "MODEL_DIR": str(model_dir),
+            "DATABASE_URL": url,
+            "ENGINE_SOCKET": str(folder / "engine.sock"),
+            "HTTP_FD": str(listener.fileno()),
+        }
+        environment = {f"STENCILPRESS_{name}": value for name, value in settings.items()}
+        log = stack.enter_context((folder / "gateway.log").open("w"))
+        command = [sys.executable, "-m", "stencilpress.gateway"]
+        gateway = stack.enter_context(
+            _process(command, GATEWAY_CORE, environment, pass_fds=(listener.fileno(),), stderr=log)
+        )
+        port = listener.getsockname()[1]
+        _wait_ready(port)
+        text = tokenizer.decode([words[i % len(words)] for i in range(TOKENS)])
+        yield Bench(port, keys, folder / "engine.sock", tokenizer.encode(PROMPT).ids, text, psutil.Process(gateway.pid))
+
+
+async def _fill(url: str) -> dict[str, str]:
+    async with Database(url) as db:
+        await migrate(db)
+        keys = {}
+        for name, quota in {"generous": GENEROUS, **BURSTS}.items():
+            tenant = name.replace("_", "-")
+            await create_tenant(db, tenant, TenantLimits(quota=quota))
+            keys[name] = (await issue_key(db, tenant)).token
+        return keys
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
+
+
+def check(seen: Sequence[Seen], tokens: int, text: str = "") -> int:
+    """The number of answers that are not whole; those that kept their text are compared with it."""
+    return sum(one.status != 200 or one.tokens != tokens or (one.text not in ("", text)) for one in seen)
+
+
+async def direct(bench: Bench, streams: int, rounds: int) -> list[float]:
+    """First-token times in seconds of the same load through the engine client alone."""
+    prompt, times = pack_tokens(bench.prompt), []
+    async with EngineClient(bench.engine_socket) as client:
+        await client.wait_ready()
+
+        async def one(number: int) -> None:
+            await asyncio.sleep(TOKENS * INTERVAL_MS / 1000 * number / streams)
+            for _ in range(rounds):
+                await asyncio.sleep(random.uniform(0, 2 * PAUSE_S))
+                start = time.perf_counter()
+                stream = await client.submit(Submit(0, prompt, "", TOKENS, Sampling()))
+                await anext(stream)
+                times.append(time.perf_counter() - start)
+                async for _batch in stream:
+                    pass
+
+        await asyncio.gather(*(one(number) for number in range(streams)))
+    return times
+
+
+@contextlib.contextmanager
+def beside(target: Target, streams: int, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Streams in a process of their own that hardly costs anything; what it prints says what came of them."""
+    command = [sys.executable, "-m", "bench.gateway_load", target.host, str(target.port), target.key, target.model]
+    with subprocess.Popen([*command, PROMPT, str(streams), str(tokens)], stdout=subprocess.PIPE) as process:
+        yield process
+
+
+def told(process: subprocess.Popen[bytes]) -> int:
+    """The tokens of those streams, at their end."""
+    assert process.stdout is not None
+    return int(json.loads(process.stdout.read())[1])
+
+
+async def watch(target: Target, streams: int, tokens: int, rounds: int) -> list[Seen]:
+    """Streams that are looked at frame by frame, beside those of :func:`beside`."""
+    await asyncio.sleep(1)  # the others are there by then
+    connections = await connect(target, streams, keep_text_of=streams // 10 if tokens == TOKENS else 0)
+    request = target.request(PROMPT, tokens, stream=True)
+    seen, _ = await closed_loop(connections, request, rounds, TOKENS * INTERVAL_MS / 1000, PAUSE_S)
+    for connection in connections:
+        connection.close()
+    return seen
+
+
+def row(
+    case: str,
+    metric: str,
+    unit: str,
+    samples: Sequence[float],
+    *,
+    settings: dict[str, Any] | None = None,
+    system: str = "stencilpress",
+) -> Result:
+    device = f"cpu{os.cpu_count()}"
+    settings = {"tokens": TOKENS, **(settings or {})}
+    return median_result(
+        samples, bench="gateway", case=case, metric=metric, unit=unit, system=system, device=device, settings=settings
+    )
+
+
+def streams_case(bench: Bench, repeats: int) -> list[Result]:
+    """200 streams at 50 tokens a second, of which 50 come and go: added time to the first token."""
+    watched, rounds = 50, 4
+    p50, p99, gaps = [], [], []
+    for number in range(repeats + 1):
+        base = uvloop.run(direct(bench, watched, rounds))
+        with beside(bench.target(), 200 - watched, 400) as others:
+            seen = uvloop.run(watch(bench.target(), watched, TOKENS, rounds))
+            assert told(others) == (200 - watched) * 400
+        assert check(seen, TOKENS, bench.text) == 0
+        if not number:
+            continue
+        first = [one.first_s for one in seen]
+        p50.append(1000 * (percentile(first, 0.5) - percentile(base, 0.5)))
+        p99.append(1000 * (percentile(first, 0.99) - percentile(base, 0.99)))
+        gaps.append(1000 * percentile([gap for one in seen for gap in one.gaps_s], 0.99) - INTERVAL_MS)
+    settings = {"watched": watched}
+    return [
+        row("200-streams", "added_ttft_p50_ms", "ms", p50, settings={**settings, "goal": 1}),
+        row("200-streams", "added_ttft_p99_ms", "ms", p99, settings={**settings, "goal": 5}),
+        row("200-streams", "late_gap_p99_ms", "ms", gaps, settings=settings),
+    ]
+
+
+def thousand_case(bench: Bench, repeats: int) -> list[Result]:
+    """1,000 streams at 50 tokens a second: nothing lost, and in 50 of them, which are watched, nothing late."""
+    watched, tokens = 50, 400
+    lost, late, cpu = [], [], []
+    for _ in range(repeats):
+        before, start = bench.gateway.cpu_times(), time.perf_counter()
+        with beside(bench.target(), 1000 - watched, tokens) as others:
+            seen = uvloop.run(watch(bench.target(), watched, tokens, 1))
+            came = told(others)
+        spent = bench.gateway.cpu_times()
+        cpu.append(100 * (spent.user + spent.system - before.user - before.system) / (time.perf_counter() - start))
+        lost.append(float(1000 * tokens - came - sum(one.tokens for one in seen)))
+        late.append(1000 * percentile([gap for one in seen for gap in one.gaps_s], 0.99) - INTERVAL_MS)
+    settings = {"tokens": tokens, "watched": watched}
+    return [
+        row("1000-streams", "lost_frames", "tokens", lost, settings={**settings, "goal": 0}),
+        row("1000-streams", "late_gap_p99_ms", "ms", late, settings={**settings, "goal": 50}),
+        row("1000-streams", "gateway_cpu_percent", "%", cpu, settings=settings),
+    ]
+
+
+def saturation_case(model_dir: Path, repeats: int, bare_port: int) -> list[Result]:
+    """More tokens than the gateway can send one by one, and the bare loop's frames in the same rounds."""
+    streams, tokens, interval_ms = 200, 1500, 1.5
+    events, frames, bare, cost = [], [], [], []
+    with running(model_dir, interval_ms) as bench:
+        request = bench.target().request(PROMPT, tokens, stream=True)
+        for number in range(repeats + 1):
+            before = bench.gateway.cpu_times()
+            seen, came, elapsed = drain(bench.target(), request, streams)
+            spent = bench.gateway.cpu_times()
+            assert came == streams * tokens
+            other, _, bare_elapsed = drain(replace(bench.target(), port=bare_port), request, streams)
+            if number:
+                events.append(came / elapsed)
+                frames.append(seen / elapsed)
+                cost.append(1e6 * (spent.user + spent.system - before.user - before.system) / seen)
+                bare.append(other / bare_elapsed)
+    shared = {"streams": streams, "tokens": tokens, "offered_s": round(1000 * streams / interval_ms)}
+    ratios = [ours / theirs for ours, theirs in zip(frames, bare, strict=True)]
+    return [
+        row("saturation", "events_s", "tokens/s", events, settings={**shared, "goal": 60_000}),
+        row("saturation", "frames_s", "frames/s", frames, settings=shared),
+        row("saturation", "cpu_per_frame_us", "us", cost, settings=shared),
+        row("saturation", "frames_s", "frames/s", bare, system="bare-aiohttp-uvloop", settings=shared),
+        row("saturation", "ratio_to_bare", "", ratios, settings={**shared, "goal": 0.6}),
+    ]
+
+
+async def _plain(target: Target, connections: int, rounds: int) -> tuple[list[Seen], float]:
+    opened = await connect(target, connections)
+    seen = await closed_loop(opened, target.request(PROMPT, 16, stream=False), rounds)
+    for connection in opened:
+        connection.close()
+    return seen
+
+
+def plain_case(bench: Bench, repeats: int) -> list[Result]:
+    """64 connections that ask for whole answers, from an engine that takes no time."""
+    rates = []
+    for number in range(repeats + 1):
+        seen, elapsed = uvloop.run(_plain(bench.target(), 64, 40))
+        assert check(seen, 16) == 0
+        if number:
+            rates.append(len(seen) / elapsed)
+    return [row("plain", "req_s", "req/s", rates, settings={"goal": 1500, "tokens": 16})]
+
+
+def burst_case(bench: Bench) -> list[Result]:
+    """1,000 requests at once on each limit: how many more than it allows were admitted."""
+    results = []
+    most = len(bench.prompt) + TOKENS  # the chat template adds some: fewer fit
+    for dimension, quota in BURSTS.items():
+        seen = uvloop.run(_burst(bench.target(dimension)))
+        admitted = sum(one.status == 200 for one in seen)
+        assert {one.status for one in seen} <= {200, 429}
+        limit = getattr(quota, dimension)
+        allowed = limit if limit == 100 else limit // most
+        assert admitted
+        results.append(
+            row(
+                f"burst-{dimension}", "overshoot", "requests", [float(max(admitted - allowed, 0))], settings={"goal": 0}
+            )
+        )
+    return results
+
+
+async def _burst(target: Target) -> list[Seen]:
+    connections = await connect(target, 1000)
+    request = target.request(PROMPT, TOKENS, stream=True)
+    seen, _ = await closed_loop(connections, request, 1)
+    for connection in connections:
+        connection.close()
+    return seen
+
+
+def main(arguments: list[str]) -> int:
+    """Run all cases, print them, and append them to bench/results with ``--record``."""
+    parser = argparse.ArgumentParser(prog="python -m bench gateway")
+    parser.add_argument("--data", type=Path, default=Path.home() / ".local/share/stencilpress")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--record", action="store_true", help="append to bench/results; for a machine that is quiet")
+    parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
+    parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain")
+    options = parser.parse_args(arguments)
+    model_dir = options.data / "v1" / "models" / BASE
+    os.sched_setaffinity(0, {LOAD_CORE})
+    load = os.getloadavg()[0]
+    print(f"load before: {load:.2f}")
+    cases = options.cases.split(",")
+    results: list[Result] = []
+    with running(model_dir, INTERVAL_MS) as bench:
+        if "streams" in cases:
+            results += streams_case(bench, options.repeats)
+        if "thousand" in cases:
+            results += thousand_case(bench, options.repeats)
+        if "burst" in cases:
+            results += burst_case(bench)
+    if "saturation" in cases:
+        port = _free_port()
+        with _process([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):
+            _wait_ready(port)
+            results += saturation_case(model_dir, options.repeats, port)
+    if "plain" in cases:
+        with running(model_dir, 0.0) as bench:
+            results += plain_case(bench, options.repeats)
+    for one in results:
+        goal = one.settings.get("goal")
+        aim = "" if goal is None else f"  goal {goal}"
+        print(f"{one.case:26} {one.system:20} {one.metric:20} {one.value:10.2f} {one.unit:9}{one.spread}{aim}")
+    if options.record:
+        circumstances = {"load_before": round(load, 2), "note": options.note}
+        stamped = [replace(one, settings={**one.settings, **circumstances}) for one in results]
+        record(stamped, ("aiohttp", "uvloop", "msgspec"))
+    return 0
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

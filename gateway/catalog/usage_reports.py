@@ -1,0 +1,81 @@
+"""What a tenant used, for people: sums by adapter out of the roll-ups, and single requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Row, select, tuple_
+
+from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage import SECONDS, Period, UsageSum, stored_sum
+from stencilpress.gateway.errors import InvalidRequestError
+from stencilpress.gateway.usage.record import UsageRow
+
+DEFAULT_PERIODS = 30
+MAX_PERIODS = 400
+
+
+def time_span(period: Period, start: datetime | None, end: datetime | None) -> tuple[datetime, datetime]:
+    """The span of a report: what is left out is now, and :data:`DEFAULT_PERIODS` before the end.
+
+    Raises :class:`InvalidRequestError` for an empty span or one of more than :data:`MAX_PERIODS` periods.
+    """
+    unit = timedelta(seconds=SECONDS[period])
+    end = end or datetime.now(UTC)
+    start = start or end - DEFAULT_PERIODS * unit
+    if start >= end:
+        raise InvalidRequestError("start: is not before the end", param="start")
+    if end - start > MAX_PERIODS * unit:
+        text = f"is more than {MAX_PERIODS} periods of one {period} before the end; use a longer period"
+        raise InvalidRequestError(f"start: {text}", param="start")
+    return start, end
+
+
+async def usage_by_adapter(
+    db: Database,
+    tenant_id: int,
+    period: Period,
+    start: datetime,
+    end: datetime,
+    *,
+    after: str | None = None,
+    limit: int = 50,
+) -> list[tuple[str, UsageSum]]:
+    """Sums of the roll-ups that begin in ``[start, end)``, by adapter, "" for the base; those behind ``after``."""
+    row = UsageRollupRow
+    span = (row.tenant_id == tenant_id, row.period == period, row.starts_at >= start, row.starts_at < end)
+    names = select(row.adapter).where(*span).distinct().order_by(row.adapter).limit(limit)
+    if after is not None:
+        names = names.where(row.adapter > after)
+    async with db.read() as session:
+        adapters = list(await session.scalars(names))
+        stored = select(UsageRollupRow.__table__).where(*span, row.adapter.in_(adapters))
+        rows = (await session.execute(stored)).all()
+    return await asyncio.to_thread(_added_up, adapters, rows)  # tens of milliseconds: streams must not wait for it
+
+
+def _added_up(adapters: Sequence[str], rows: Sequence[Row[Any]]) -> list[tuple[str, UsageSum]]:
+    sums = {adapter: UsageSum() for adapter in adapters}
+    for row in rows:
+        sums[row.adapter].merge(stored_sum(row))
+    return list(sums.items())
+
+
+async def list_requests(
+    db: Database, tenant_id: int, *, after: tuple[datetime, bytes] | None = None, limit: int = 50
+) -> tuple[UsageRow, ...]:
+    """A tenant's requests, the newest admitted first; those behind ``after``, a request's time and key."""
+    row = UsageRequestRow
+    query = select(row.__table__).where(row.tenant_id == tenant_id)
+    if after is not None:
+        query = query.where(tuple_(row.admitted_at, row.key) < tuple_(*after))
+    query = query.order_by(row.admitted_at.desc(), row.key.desc()).limit(limit)
+    names = [field.name for field in fields(UsageRow)]
+    async with db.read() as session:
+        found = await session.execute(query)
+        return tuple(UsageRow(**{name: getattr(one, name) for name in names}) for one in found)
