@@ -29,7 +29,7 @@ import asyncpg
 from bench.results import Result, record
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.api.admin.openapi import query_parameters
-from stencilpress.gateway.api.admin.operation import JSON, Operation, Page
+from stencilpress.gateway.api.admin.operation import JSON, Operation
 from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.usage.histogram import pack
@@ -138,9 +138,9 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
     }
     with tempfile.TemporaryDirectory() as folder:
         async with running_gateway(Path(folder), database_url=url) as gateway:
+            cases = [case for one in OPERATIONS for case in _cases(one)]
             await _fill(url, counts)
             token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
-            cases = [case for one in OPERATIONS for case in _cases(one)]
             return [await _one(gateway, token, case, given.rounds, counts) for case in cases]
 
 
@@ -162,21 +162,17 @@ def _cases(operation: Operation) -> Iterator[Case]:
         return
     places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1"}
     names = re.findall(r"\{(\w+)\}", operation.path)
-    if not set(names) <= set(places):
+    parameters = {one["name"]: one for one in query_parameters(operation.query)}
+    if not set(names) <= set(places) or any(one["required"] for one in parameters.values()):
         print(f"not measured: {operation.path}", file=sys.stderr)
         return
     path = operation.path.format_map(places)
     yield Case(operation.path, path)
-    if getattr(operation.answer, "__origin__", None) is Page:
-        yield Case(f"{operation.path} full page", f"{path}?limit={_longest_page(operation)}")
+    if "limit" in parameters:
+        yield Case(f"{operation.path} full page", f"{path}?limit={parameters['limit']['schema']['maximum']}")
         yield Case(f"{operation.path} far behind", path)
-    if operation.query is not None and "target" in operation.query.__struct_fields__:
+    if "target" in parameters:
         yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
-
-
-def _longest_page(operation: Operation) -> int:
-    described = next(one for one in query_parameters(operation.query) if one["name"] == "limit")
-    return int(described["schema"]["maximum"])
 
 
 async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:

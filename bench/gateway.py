@@ -88,10 +88,10 @@ def _process(
         process.wait(timeout=20)
 
 
-def _wait_ready(port: int) -> None:
+def _wait_ready(port: int, path: str = "/readyz") -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
             return
         time.sleep(0.1)
     raise TimeoutError(f"nothing is ready on port {port}")
@@ -283,6 +283,67 @@ def saturation_case(model_dir: Path, repeats: int, bare_port: int) -> list[Resul
     ]
 
 
+def litellm_case(command: Path, repeats: int) -> list[Result]:
+    """LiteLLM's proxy, one worker and no database, before an upstream that paces the same frames."""
+    upstream_port, port, streams = _free_port(), _free_port(), 16
+    base = {"model": "openai/bare", "api_key": "none", "api_base": f"http://127.0.0.1:{upstream_port}/v1"}
+    keys = {"master_key": "sk-" + "0" * 32}
+    settings = {"model_list": [{"model_name": "base", "litellm_params": base}], "general_settings": keys}
+    upstream = [sys.executable, "-m", "bench.gateway_bare", str(upstream_port), "--interval-ms", str(INTERVAL_MS)]
+    with contextlib.ExitStack() as stack:
+        config = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+        config.write(json.dumps(settings))  # JSON is YAML
+        config.flush()
+        stack.enter_context(_process(upstream, LOAD_CORE))
+        _wait_ready(upstream_port)
+        proxy = [
+            str(command),
+            "--config",
+            config.name,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--num_workers",
+            "1",
+        ]
+        quiet = subprocess.DEVNULL
+        stack.enter_context(_process(proxy, GATEWAY_CORE, stdout=quiet, stderr=quiet))
+        _wait_ready(port, path="/health/liveliness")
+        targets = [Target("127.0.0.1", at, keys["master_key"], "base") for at in (upstream_port, port)]
+        times: list[list[list[float]]] = [[], []]
+        rates, plain = [], []
+        for number in range(repeats + 1):
+            for of, target in zip(times, targets, strict=True):
+                seen, elapsed = uvloop.run(_paced(target, streams, 2))
+                of.append([one.first_s for one in seen])
+            whole, plain_elapsed = uvloop.run(_plain(targets[1], 16, 5))
+            if number:
+                rates.append(sum(one.frames for one in seen) / elapsed)
+                plain.append(len(whole) / plain_elapsed)
+
+    def added(share: float) -> list[float]:
+        rounds = list(zip(*times, strict=True))[1:]
+        return [1000 * (percentile(through, share) - percentile(base, share)) for base, through in rounds]
+
+    system, shared = "litellm", {"streams": streams}
+    return [
+        row("16-streams", "added_ttft_p50_ms", "ms", added(0.5), system=system, settings=shared),
+        row("16-streams", "added_ttft_p99_ms", "ms", added(0.99), system=system, settings=shared),
+        row("16-streams", "frames_s", "frames/s", rates, system=system, settings=shared),
+        row("plain", "req_s", "req/s", plain, system=system, settings={"tokens": 16, "connections": 16}),
+    ]
+
+
+async def _paced(target: Target, streams: int, rounds: int) -> tuple[list[Seen], float]:
+    connections = await connect(target, streams)
+    request = target.request(PROMPT, TOKENS, stream=True)
+    seen = await closed_loop(connections, request, rounds, TOKENS * INTERVAL_MS / 1000, PAUSE_S)
+    for connection in connections:
+        connection.close()
+    return seen
+
+
 async def _plain(target: Target, connections: int, rounds: int) -> tuple[list[Seen], float]:
     opened = await connect(target, connections)
     seen = await closed_loop(opened, target.request(PROMPT, 16, stream=False), rounds)
@@ -337,6 +398,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", action="store_true", help="append to bench/results; for a machine that is quiet")
     parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
+    parser.add_argument("--litellm", type=Path, help="its command, to measure it in the same run")
     parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain")
     options = parser.parse_args(arguments)
     model_dir = options.data / "v1" / "models" / BASE
@@ -360,6 +422,8 @@ def main(arguments: list[str]) -> int:
     if "plain" in cases:
         with running(model_dir, 0.0) as bench:
             results += plain_case(bench, options.repeats)
+    if options.litellm is not None:
+        results += litellm_case(options.litellm, options.repeats)
     for one in results:
         goal = one.settings.get("goal")
         aim = "" if goal is None else f"  goal {goal}"

@@ -70,6 +70,7 @@ class Turns:
         """
         if self.step % YIELD_EVERY_STEPS or not len(self._waiting) or (self._seats.free and not blocked):
             return None
+        self._outsiders = None  # of the last step; some may have ended since
         newcomer = self.next()
         if newcomer is None or self.step - newcomer.came_step < YIELD_AFTER_STEPS:
             return None

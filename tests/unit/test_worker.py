@@ -13,7 +13,7 @@ import pytest
 from stencilpress.engine import worker as worker_module
 from stencilpress.engine.eviction import Room
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.link import Link
+from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
     Abort,
     AskStats,
@@ -202,6 +202,28 @@ def test_a_missing_adapter_is_the_requests_own_fault(shop: Shop) -> None:
     shop.until(gateway.ended(1, 2))
     assert (gateway.finished[1].code, gateway.finished[1].message) == ("adapter_unavailable", "no such file")
     assert gateway.texts[2] == expected
+
+
+def test_a_deadline_ends_the_sleep_of_an_engine_that_has_nothing_to_run(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its adapter never comes from disk; no message and no load wakes the loop."""
+    monkeypatch.setattr(shop.loader, "submit", lambda _: None)
+    gateway = shop.gateway()
+    asleep: list[float] = []
+    poll = shop.link.poll
+
+    def watched(timeout_s: float) -> Sequence[Received | Closed]:
+        asleep.append(timeout_s)
+        return poll(timeout_s)
+
+    monkeypatch.setattr(shop.link, "poll", watched)
+    gateway.peer.send(Submit(1, pack_tokens([1]), "A", 3, Sampling(), max_wait_ms=40))
+    shop.until(gateway.ended(1))
+    assert (gateway.finished[1].reason, gateway.finished[1].code) == ("error", "deadline")
+    assert gateway.finished[1].queue_ms >= 40
+    assert gateway.finished[1].cold_start_ms == gateway.finished[1].queue_ms
+    assert any(0 < timeout_s <= 0.04 for timeout_s in asleep)
 
 
 def test_an_abort_is_answered_and_the_rest_goes_on(shop: Shop) -> None:
