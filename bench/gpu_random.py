@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stencilpress.engine.image import Image, ImageHeader, Record, image_name, layout
+from stencilpress.engine.image_check import Checksum
 from stencilpress.engine.image_format import encode_header
 from stencilpress.engine.loader import Hosted, Loader
 from stencilpress.engine.memory import PoolMemory
@@ -111,7 +111,7 @@ class RandomImages:
         spec = self._spec
         records = records_of(spec, kind)
         header = ImageHeader(
-            digest, spec.fingerprint(), spec.dtype, spec.num_layers, len(spec.groups), records, payload_crc32=0
+            digest, spec.fingerprint(), spec.dtype, spec.num_layers, len(spec.groups), records, payload_checksum=0
         )
         elems = header.payload_bytes // spec.dtype_bytes
         payload = self._buffer[index * 4096 : index * 4096 + elems].view(torch.uint8).numpy()
@@ -123,7 +123,9 @@ class RandomImages:
             image = self.image(digest)
             folder = adapters_dir / digest
             folder.mkdir()
-            header = replace(image.header, payload_crc32=zlib.crc32(image.payload.data))
+            checksum = Checksum()
+            checksum.update(image.payload.data)
+            header = replace(image.header, payload_checksum=checksum.value())
             with (folder / image_name(header.fingerprint)).open("wb") as file:
                 file.write(encode_header(header))
                 file.write(image.payload.data)

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 
@@ -27,11 +28,19 @@ from stencilpress.engine.connection import (
 )
 from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
+    Adapters,
+    AskAdapters,
+    AskPages,
     AskStats,
     Ensure,
     Ensured,
+    Forget,
+    Forgotten,
     FromEngine,
     Hello,
+    Keep,
+    Kept,
+    Pages,
     Stats,
     Submit,
     Welcome,
@@ -90,6 +99,8 @@ class EngineClient:
         self._submit_limit_s = submit_limit_s
         self._silence_limit_s = silence_limit_s
         self._ids = itertools.count(1)
+        self._keep = Keep(0)
+        self._saying: asyncio.Future[Kept] | None = None
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -156,6 +167,32 @@ class EngineClient:
         """The engine's gauges and counters. Raises as :meth:`submit` does; a hung engine answers never."""
         return await self._require().ask(AskStats(next(self._ids)), Stats, self._submit_limit_s)
 
+    async def adapters(self, offset: int = 0, limit: int = 64) -> Adapters:
+        """What the engine has seen of adapters, the one used last first. Raises as :meth:`submit` does."""
+        question = AskAdapters(next(self._ids), offset, limit)
+        return await self._require().ask(question, Adapters, self._submit_limit_s)
+
+    async def pages(self) -> Pages:
+        """Who holds which page of the pool: some milliseconds of the engine's time. Raises as :meth:`submit` does."""
+        return await self._require().ask(AskPages(next(self._ids)), Pages, self._submit_limit_s)
+
+    async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> Kept:
+        """Say which adapters should be at hand, instead of what was said before; said again at every reconnect.
+
+        Raises as :meth:`submit` does; without an engine it is said to the next one all the same.
+        """
+        self._keep = Keep(0, tuple(pinned), tuple(preloaded))
+        return await self._say_keep(self._require())
+
+    async def forget(self, adapter: str) -> Forgotten:
+        """Tell that a version is deleted; its memory is freed when its last request has ended. Raises as :meth:`submit`
+        does: an engine that starts later knows nothing of it anyway."""
+        return await self._require().ask(Forget(next(self._ids), adapter), Forgotten, self._submit_limit_s)
+
+    async def _say_keep(self, connection: Connection) -> Kept:
+        keep = msgspec.structs.replace(self._keep, id=next(self._ids))
+        return await connection.ask(keep, Kept, self._submit_limit_s)
+
     def _require(self) -> Connection:
         if self._connection is None or self._connection.ended.done():
             raise EngineUnavailableError("no engine is connected")
@@ -183,11 +220,18 @@ class EngineClient:
         self._connected.set()
         self._connected.clear()  # a pulse: waiters look at `ready`, which is false from the very moment of a loss
         try:
+            if self._keep.pinned or self._keep.preloaded:
+                self._keep_again(connection)
             await self._watch(connection)
             logger.warning("the engine is gone: %s", connection.ended.result())
         finally:
             self._connection = None
             connection.lose("the gateway is shutting down")
+
+    def _keep_again(self, connection: Connection) -> None:
+        """Not waited for: an engine that answers nothing is for :meth:`_watch` to end."""
+        self._saying = asyncio.ensure_future(self._say_keep(connection))
+        self._saying.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def _watch(self, connection: Connection) -> None:
         """Return when the connection has ended, and end one that is silent: its streams would wait for ever.

@@ -11,11 +11,20 @@ import msgspec
 
 from stencilpress.engine.messages import (
     Abort,
+    Adapters,
+    Answer,
+    AskAdapters,
+    AskPages,
     AskStats,
     Ensure,
     Ensured,
     Finished,
+    Forget,
+    Forgotten,
     FromEngine,
+    Keep,
+    Kept,
+    Pages,
     Stats,
     Step,
     Submit,
@@ -28,7 +37,8 @@ READ_BUDGET_BYTES = 64 << 10
 """Reply bytes handled before other tasks of the loop get a turn."""
 
 Batch = tuple[list[Token], Finished | None]
-A = TypeVar("A", Ensured, Stats)
+A = TypeVar("A", Ensured, Stats, Adapters, Pages, Kept, Forgotten)
+Question = Ensure | AskStats | AskAdapters | AskPages | Keep | Forget
 
 
 class EngineError(Exception):
@@ -129,7 +139,7 @@ class Connection:
         self._inboxes: dict[int, _Inbox] = {}
         self._channel = channel
         self._encode = msgspec.msgpack.Encoder().encode
-        self._answers: dict[int, asyncio.Future[Ensured | Stats]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: dict[asyncio.Future[None], bytes] = {}
         self._aborts: deque[bytes] = deque()
         self._publishes = False
@@ -153,9 +163,9 @@ class Connection:
             raise
         return Stream(self, inbox)
 
-    async def ask(self, question: Ensure | AskStats, kind: type[A], limit_s: float) -> A:
+    async def ask(self, question: Question, kind: type[A], limit_s: float) -> A:
         """Post a question and wait for its answer, however long the engine takes."""
-        future: asyncio.Future[Ensured | Stats] = self.loop.create_future()
+        future: asyncio.Future[Answer] = self.loop.create_future()
         self._answers[question.id] = future
         try:
             await self._post(question, limit_s)
@@ -195,7 +205,7 @@ class Connection:
             inbox.wake()
         self._inboxes.clear()
 
-    async def _post(self, message: Submit | Ensure | AskStats, limit_s: float) -> None:
+    async def _post(self, message: Submit | Question, limit_s: float) -> None:
         """Write a message, waiting in line while the ring is full."""
         payload = self._encode(message)
         self._channel.check_size(payload)

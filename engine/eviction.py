@@ -103,6 +103,11 @@ class Shelf:
             line.heap = [entry for entry in line.heap if entry[2].filed == entry[1]]
             heapify(line.heap)
 
+    def size_of(self, tenant: int) -> int:
+        """Units of one tenant on the shelf."""
+        line = self._lines.get(tenant)
+        return line.size if line is not None else 0
+
     def sizes(self) -> Iterator[tuple[int, int]]:
         """``(tenant, units)`` of all."""
         return ((tenant, line.size) for tenant, line in self._lines.items())
@@ -183,6 +188,10 @@ class Room:
         held = self._held.get(tenant, 0)
         return held > 0 and (held + size) * len(self._held) > self._total + size
 
+    def busy(self, tenant: int) -> bool:
+        """Whether something that a tenant holds is not idle."""
+        return self._held.get(tenant, 0) > self.adapters.size_of(tenant) + self.cached.size_of(tenant)
+
     def reachable(self, shelf: Shelf, tenant: int, *, over: bool) -> int:
         """Idle units that a tenant may take; if it is ``over`` its share, its own and of those over theirs alone."""
         if not over:
@@ -199,6 +208,8 @@ class Room:
             warm = self.clock() - item.used_s < WARM_S
             return over and item.tenant != tenant and warm and not self.exceeds(item.tenant)
 
+        if size <= 0:
+            return 0
         given = 0
         sources = [shelf.ascending(spared) for shelf in shelves]
         heads = [(item, source) for source in sources if (item := next(source, None)) is not None]

@@ -4,7 +4,8 @@ A slice is rank index j of one (layer, group): row j of A of each adapted projec
 of each Bᵀ, padded to 8 elements (kernels/sgmv has the arithmetic). Slices follow each other in the order
 layer, group, j. The stream does not depend on the page size: a page takes one contiguous run of it.
 
-This is the door to four files: ``image_format`` (file and reader), ``image_layout`` (pages and slice table),
+This is the door to five files: ``image_format`` (file and reader), ``image_check`` (its checksum), ``image_layout``
+(pages and slice table),
 ``image_build`` (conversion and digest), ``peft_format`` with ``peft_config`` (what an adapter means).
 """
 
@@ -16,6 +17,7 @@ from stencilpress.engine.image_format import (
     Record,
     image_name,
     read_image,
+    remove_outdated,
 )
 from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
@@ -41,6 +43,7 @@ __all__ = [
     "module_name",
     "places",
     "read_image",
+    "remove_outdated",
     "resolve",
     "slice_table",
     "value_problem",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stencilpress.engine.image_check import Checksum
 from stencilpress.engine.image_format import (
     MAX_PROJECTIONS,
     STORED,
@@ -91,20 +91,26 @@ def _convert(
 ) -> ImageHeader:
     groups = spec.groups
     records = [Record()] * (spec.num_layers * len(groups))
-    digest, crc32, findings = _Digest(spec.base_id), 0, list[Finding]()
+    digest, checksum, findings = _Digest(spec.base_id), Checksum(), list[Finding]()
     for (layer, g), members in groupby(modules, key=lambda module: module.place[:2]):
         adapted = list(members)
         record = _record(groups[g], adapted)
         block = np.zeros((record.rank, record.slice_elems), STORED[spec.dtype])
         _fill(block, groups[g], adapted, load, digest, findings, spec.dtype)
         data = block.data.cast("B")
-        crc32 = zlib.crc32(data, crc32)
+        checksum.update(data)
         emit(data)
         records[layer * len(groups) + g] = record
     if findings:
         raise AdapterError(findings)
     return ImageHeader(
-        digest.hexdigest(), spec.fingerprint(), spec.dtype, spec.num_layers, len(groups), tuple(records), crc32
+        digest.hexdigest(),
+        spec.fingerprint(),
+        spec.dtype,
+        spec.num_layers,
+        len(groups),
+        tuple(records),
+        checksum.value(),
     )
 
 

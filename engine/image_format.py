@@ -3,7 +3,8 @@
 File, little-endian: head, one record per (layer, group), zeros up to 4096, then the stream.
 
     head    magic 8s | version u32 | dtype u32 | digest 32s | spec fingerprint 16s | layers u32 | groups u32 |
-            payload bytes u64 | payload crc32 u32 | crc32 of all before the stream, this field 0, u32
+            payload bytes u64 | payload checksum u64 (image_check.py) |
+            crc32 of all before the stream, this field 0, u32
     record  rank u32 | bit mask of the adapted projections u32 | elements of a slice u32 | scale f32 × 3
 """
 
@@ -13,25 +14,27 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from stencilpress.engine.image_check import BLOCK_BYTES, block_digest, combined
 from stencilpress.engine.spec import DTYPE_BYTES, Dtype
 
 MAGIC = b"STENCIL\n"
-VERSION = 1
+VERSION = 2
+"""Part of the file's name: an image of another version is not found, and built anew from the upload."""
 PAYLOAD_ALIGN = 4096
 MAX_PROJECTIONS = 3
 """Projections of a group that a record and a slice table have room for."""
 MAX_RECORDS = 1 << 16
-READ_BYTES = 1 << 20
 
-_HEAD = struct.Struct("<8sII32s16sIIQII")
+_HEAD = struct.Struct("<8sII32s16sIIQQI")
 _RECORD = struct.Struct("<IIIfff")
 _DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 STORED: dict[Dtype, np.dtype] = {  # bf16 has no numpy type: its bits are stored as uint16
@@ -41,6 +44,12 @@ STORED: dict[Dtype, np.dtype] = {  # bf16 has no numpy type: its bits are stored
 }
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class Each(Protocol):
+    """``map`` over block starts, in order."""
+
+    def __call__(self, work: Callable[[int], bytes], starts: Iterable[int], /) -> Iterable[bytes]: ...
 
 
 class ImageError(ValueError):
@@ -70,7 +79,7 @@ class ImageHeader:
     layers: int
     groups: int
     records: tuple[Record, ...]
-    payload_crc32: int
+    payload_checksum: int
 
     @property
     def num_slices(self) -> int:
@@ -100,7 +109,14 @@ class Image:
 
 def image_name(fingerprint: str) -> str:
     """The file's name in an adapter's folder."""
-    return f"image-{fingerprint}.bin"
+    return f"image-{fingerprint}.v{VERSION}.bin"
+
+
+def remove_outdated(folder: Path, fingerprint: str) -> None:
+    """Delete a base's images of other versions of the format, once there is one of this version."""
+    for path in folder.glob(f"image-{fingerprint}*.bin"):
+        if path.name != image_name(fingerprint):
+            path.unlink(missing_ok=True)
 
 
 def payload_offset(num_records: int) -> int:
@@ -125,7 +141,7 @@ def _pack_head(header: ImageHeader, crc32: int) -> bytes:
         header.layers,
         header.groups,
         header.payload_bytes,
-        header.payload_crc32,
+        header.payload_checksum,
         crc32,
     )
 
@@ -135,9 +151,17 @@ def new_buffer(size_bytes: int) -> Bytes:
     return np.empty(size_bytes, np.uint8)
 
 
-def read_image(path: Path, *, digest: str, fingerprint: str, allocate: Callable[[int], Bytes] = new_buffer) -> Image:
+def read_image(
+    path: Path,
+    *,
+    digest: str,
+    fingerprint: str,
+    allocate: Callable[[int], Bytes] = new_buffer,
+    each: Each = map,
+) -> Image:
     """Read and verify an image. ``allocate(bytes)`` gives the memory for the stream (pinned, for instance).
 
+    ``each`` is ``map``, or an executor's: blocks of the stream are read and checked independently of each other.
     Read, not mapped: a file that shrinks under a mapping kills the process. Raises :class:`ImageError` for
     damage of any kind and for another adapter's or base's image, ``OSError`` when the file cannot be read.
     """
@@ -149,14 +173,15 @@ def read_image(path: Path, *, digest: str, fingerprint: str, allocate: Callable[
         if header.fingerprint != fingerprint:
             raise ImageError(f"image is for base {header.fingerprint}, expected {fingerprint}")
         payload = allocate(header.payload_bytes)
-        if _read_into(file, payload) != header.payload_crc32:
+        read = partial(_read_block, file.fileno(), header.payload_offset, payload.data)
+        if combined(each(read, range(0, len(payload), BLOCK_BYTES))) != header.payload_checksum:
             raise ImageError("checksum of the weights differs: the image is damaged on disk")
     return Image(header, payload)
 
 
 def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
     head = _read_exactly(file, _HEAD.size)
-    magic, version, dtype, digest, fingerprint, layers, groups, payload_bytes, payload_crc32, crc32 = _HEAD.unpack(head)
+    magic, version, dtype, digest, fingerprint, layers, groups, payload_bytes, checksum, crc32 = _HEAD.unpack(head)
     if magic != MAGIC or version != VERSION:
         raise ImageError(f"not an adapter image of version {VERSION}")
     if not 0 < layers * groups <= MAX_RECORDS:
@@ -173,7 +198,7 @@ def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
         layers,
         groups,
         tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(rest[: layers * groups * _RECORD.size])),
-        payload_crc32,
+        checksum,
     )
     expected = header.payload_offset + header.payload_bytes
     if payload_bytes != header.payload_bytes or file_bytes != expected:
@@ -196,13 +221,12 @@ def _read_exactly(file: BinaryIO, count: int) -> bytes:
     return data
 
 
-def _read_into(file: BinaryIO, payload: Bytes) -> int:
-    """Fill the payload and return its crc32, taken chunk by chunk while each is in the cache."""
-    view, crc32 = payload.data, 0
-    while view:
-        count = file.readinto(view[:READ_BYTES])  # type: ignore[attr-defined]
+def _read_block(fd: int, offset: int, payload: memoryview, start: int) -> bytes:
+    """Read one block of the stream into its place; returns its digest, taken while it is in the cache."""
+    block = rest = payload[start : start + BLOCK_BYTES]
+    while rest:
+        count = os.preadv(fd, [rest], offset + start + len(block) - len(rest))
         if not count:
             raise ImageError("image ends within its weights")
-        crc32 = zlib.crc32(view[:count], crc32)
-        view = view[count:]
-    return crc32
+        rest = rest[count:]
+    return block_digest(block)

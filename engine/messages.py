@@ -15,7 +15,11 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+
+MAX_ADAPTERS_SHOWN = 256
+MAX_KEPT = 1024
+"""Adapters that one gateway may have pinned, and as many preloaded."""
 
 FinishReason = Literal["stop", "length", "aborted", "error"]
 
@@ -86,7 +90,45 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag="ask_stats"):
     id: int
 
 
-ToEngine = Submit | Abort | Ensure | AskStats
+class AskAdapters(msgspec.Struct, frozen=True, array_like=True, tag="ask_adapters"):
+    """What was seen of adapters, the one used last first: at most ``limit`` (and :data:`MAX_ADAPTERS_SHOWN`) after
+    ``offset`` others. Answered by :class:`Adapters`."""
+
+    id: int
+    offset: int = 0
+    limit: int = 64
+
+
+class AskPages(msgspec.Struct, frozen=True, array_like=True, tag="ask_pages"):
+    """Who holds which page of the pool. Answered by :class:`Pages`."""
+
+    id: int
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """All adapters that this gateway wants to be at hand without a request; it replaces what was said before.
+
+    Those of ``pinned`` are brought into the pool and stay, as far as half of the adapters' part of it goes; those of
+    ``preloaded`` are brought in once, when nobody waits for a load, and give way like others. A gateway says it again
+    when it has connected again; what it said ends with its connection. Answered by :class:`Kept`.
+    """
+
+    id: int
+    pinned: tuple[str, ...] = ()
+    preloaded: tuple[str, ...] = ()
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """An adapter's version is deleted: free all that it takes, now or when the requests that run on it have ended.
+
+    Answered by :class:`Forgotten`.
+    """
+
+    id: int
+    adapter: str
+
+
+ToEngine = Submit | Abort | Ensure | AskStats | AskAdapters | AskPages | Keep | Forget
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +206,73 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     """Distinct adapters in one step; 0 from an engine that does not say."""
 
 
-FromEngine = Step | Ensured | Stats
+class AdapterSeen(msgspec.Struct, frozen=True, array_like=True):
+    """One adapter of :class:`Adapters`.
+
+    ``tier`` is ``disk``, ``fetching``, ``host``, ``loading`` or ``hbm``; ``tenant`` used it last. ``waiting`` and
+    ``active`` are requests now. ``misses`` are the requests that it was loaded for, ``hits`` the others; ``reads`` from
+    disk and ``copies`` into the pool took ``read_s`` and ``copy_s`` in all. ``error`` tells why the last load failed.
+    """
+
+    digest: str
+    tenant: int
+    tier: str
+    pages: int
+    host_bytes: int
+    pinned: bool
+    waiting: int
+    active: int
+    hits: int
+    misses: int
+    evictions: int
+    reads: int
+    read_s: float
+    copies: int
+    copy_s: float
+    error: str = ""
+
+
+class Adapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters"):
+    """``total`` adapters are remembered; these are some of them."""
+
+    id: int
+    total: int
+    adapters: tuple[AdapterSeen, ...]
+
+
+class PageOwner(msgspec.Struct, frozen=True, array_like=True):
+    """``kind`` is ``free``, ``quarantined``, ``cached``, ``kv`` (``name``: the tenant) or ``adapter`` (its digest)."""
+
+    kind: str
+    name: str = ""
+
+
+class Pages(msgspec.Struct, frozen=True, array_like=True, tag="pages"):
+    """The pool's pages in order: ``runs`` is pairs of little-endian uint32, an index of ``owners`` and how many pages
+    (:func:`unpack_tokens` reads it)."""
+
+    id: int
+    total: int
+    owners: tuple[PageOwner, ...]
+    runs: bytes
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    """``error`` is empty when the engine will do what it was told; how far it has come, :class:`Adapters` shows."""
+
+    id: int
+    error: str
+
+
+class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
+    """``pages`` are those that running requests still hold of it, with what they share of its prefixes."""
+
+    id: int
+    pages: int
+
+
+Answer = Ensured | Stats | Adapters | Pages | Kept | Forgotten
+FromEngine = Step | Ensured | Stats | Adapters | Pages | Kept | Forgotten
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

@@ -94,6 +94,10 @@ class Pool:
         """Of each page; None if it is free or in quarantine. A live view: do not keep it."""
         return self._owners
 
+    def resting(self) -> frozenset[Page]:
+        """The pages in quarantine."""
+        return frozenset(page for _, pages in self._limbo for page in pages)
+
     def begin(self, step: int) -> None:
         """A step that may read any page owned now goes to the device. Numbers grow by step, from 1."""
         self._begun = step

@@ -52,21 +52,23 @@ class _Node(Item):
 
 
 class _Root(_Node):
-    """Where a tree begins."""
+    """Where a tree begins. Of one that is ``gone`` nothing is kept when its last readers leave."""
 
-    __slots__ = ("space",)
+    __slots__ = ("gone", "space")
 
     def __init__(self, cache: PrefixCache, space: Space) -> None:
         super().__init__(cache, space.tenant, None, b"", -1)
         self.space = space
+        self.gone = False
 
 
 class Chain:
     """The common pages that one request reads, from its first token on. ``nodes[0]`` is the root."""
 
-    __slots__ = ("nodes",)
+    __slots__ = ("nodes", "root")
 
-    def __init__(self, nodes: list[_Node]) -> None:
+    def __init__(self, root: _Root, nodes: list[_Node]) -> None:
+        self.root = root
         self.nodes = nodes
 
     def __len__(self) -> int:
@@ -85,7 +87,6 @@ class PrefixCache:
 
     def __init__(self, pool: Pool, room: Room, page_tokens: int, *, enabled: bool = True) -> None:
         self.hit_tokens = 0
-        self.evictions = 0
         self._pool = pool
         self._room = room
         self._page_tokens = page_tokens
@@ -113,7 +114,7 @@ class PrefixCache:
             nodes.append(node)
         for node in nodes:
             self._pin(node)
-        return Chain(nodes)
+        return Chain(root, nodes)
 
     def use(self, chain: Chain) -> int:
         """The request that opened the chain runs: count the hits. Returns the tokens that need no computing."""
@@ -143,10 +144,14 @@ class PrefixCache:
 
     def close(self, chain: Chain) -> None:
         """The request has ended, or lost its seat. Its pages idle, the last one the first to go."""
-        root = chain.nodes[0]
+        root = chain.root
         for node in reversed(chain.nodes):
             node.readers -= 1
-            if not node.readers and node is not root:
+            if node.readers or node is root:
+                continue
+            if root.gone:
+                self._free(node, self._pool.begun)
+            else:
                 self._file(node)
         self._prune(root)
         chain.nodes.clear()
@@ -159,13 +164,24 @@ class PrefixCache:
     def drop(self, node: _Node) -> None:
         """Give an idle page back to the pool."""
         self._take(node)
-        self.evictions += 1
-        self._pages.discard(node.page)
-        self._pool.release((node.page,), node.last_read)
+        self._free(node, node.last_read)
         parent = node.parent
         if parent is not None and parent.children.get(node.key) is node:
             del parent.children[node.key]
             self._prune(parent)
+
+    def forget(self, adapter: str) -> int:
+        """An adapter is no more: free its idle pages now, the others when their readers leave. Returns these."""
+        read = 0
+        for root in [root for space, root in self._trees.items() if space.adapter == adapter]:
+            root.gone = True
+            del self._trees[root.space]
+            for node in _below(root):
+                if node.filed:
+                    self.drop(node)
+                else:
+                    read += 1
+        return read
 
     @property
     def idle_pages(self) -> int:
@@ -192,10 +208,22 @@ class PrefixCache:
         self._room.charge(node.tenant, -1)
         self._room.cached.take(node)
 
+    def _free(self, node: _Node, last_read: int) -> None:
+        self._pages.discard(node.page)
+        self._pool.release((node.page,), last_read)
+
     def _prune(self, node: _Node) -> None:
         """Forget a tree that nobody reads and whose last page has gone."""
-        if isinstance(node, _Root) and not node.readers and not node.children:
+        if isinstance(node, _Root) and not (node.readers or node.children or node.gone):
             del self._trees[node.space]
+
+
+def _below(root: _Node) -> list[_Node]:
+    """All nodes of a tree but its root, each after its predecessor."""
+    nodes = list(root.children.values())
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes
 
 
 def _keys(tokens: Sequence[int], page_tokens: int) -> Iterator[bytes]:

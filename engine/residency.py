@@ -8,25 +8,24 @@ tells the loader, :meth:`Residency.completed` hears back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 
 from stencilpress.engine.activity import Activities, Activity
 from stencilpress.engine.adapters import Adapter, Adapters, Tier
-from stencilpress.engine.eviction import Room, Shelf
+from stencilpress.engine.eviction import Room
+from stencilpress.engine.evictor import Evictor
 from stencilpress.engine.faults import Faults
+from stencilpress.engine.fetches import Fetches
 from stencilpress.engine.host import HostMemory, Image
-from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, LoadResult, Page, Placed, PlaceOrder
+from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, PlaceOrder
 from stencilpress.engine.pool import Pool
+from stencilpress.engine.wishes import Wishes
 
-FETCHES_IN_FLIGHT = 4
-"""Few, so that a placement never queues behind many reads."""
 BARRED_S = 2.0
 """How long the wants of a tenant over its share may find no room; then one of them is treated like anybody's."""
-
-WAY_SHARE = 512
-"""Of the pool's pages the part that is evicted from the prefix cache at once when there is none for the next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,6 @@ class Residency:
 
     def __init__(self, pool: Pool, room: Room, capacity: Capacity) -> None:
         self.loads = 0
-        self.evictions = 0
         self.failures = 0
         self.activities = Activities()
         self.faults = Faults(room.clock)
@@ -57,12 +55,28 @@ class Residency:
         self._room = room
         self._clock = room.clock
         self._capacity = capacity
-        self._adapters = Adapters(room, self.host, self.activities, self.evict)
-        self._squeezed: dict[str, None] = {}
         self._barred: dict[int, float] = {}
-        self._leased: dict[int, int] = {}
-        self._fetch_turns: dict[int, int] = {}
+        self._loading: Counter[int] = Counter()
+        self._forgotten: set[str] = set()
         self._orders: list[LoadOrder] = []
+        most = capacity.max_adapter_pages
+        self._evictor = Evictor(pool, room, self.activities, most, self._orders)
+        self._adapters = Adapters(room, self.host, self.activities, self._evictor.evict)
+        self._evictor.adapters = self._adapters
+        self._squeezed = self._evictor.squeezed
+        self._fetches = Fetches(self._adapters, self.host, self._orders)
+        self._wishes = Wishes(
+            pool,
+            self._adapters,
+            self.activities,
+            self.faults,
+            self.host,
+            self._fetches,
+            self._evictor,
+            most,
+            self._load,
+            room.clock,
+        )
 
     # Asked for by requests
 
@@ -82,6 +96,7 @@ class Residency:
             self._squeezed.pop(digest, None)
             with self._adapters.changing(adapter):
                 adapter.wanted = None
+            self._settle(adapter)
 
     def check(self, digest: str, arrival: int) -> None:
         """Bring it into host memory for no request, which proves that it is sound. A :class:`Fetched` will tell."""
@@ -129,15 +144,14 @@ class Residency:
             if adapter.tenant != tenant:
                 self._change_hands(adapter, tenant)
             adapter.leases += 1
-            self._count_leases(tenant, 1)
 
     def release(self, digest: str) -> None:
         """End one lease."""
         adapter = self._adapters[digest]
         with self._adapters.changing(adapter):
             adapter.leases -= 1
-            self._count_leases(adapter.tenant, -1)
             adapter.last_read = self._pool.begun
+        self._settle(adapter)
 
     # Asked for by the scheduler
 
@@ -150,46 +164,45 @@ class Residency:
         return (digest for digest in self._squeezed if (a := self._adapters[digest]).image or a.held)
 
     def make_room(self, pages: int, arrival: int, tenant: int = 0) -> bool:
-        """Evict until ``pages`` are free for keys and values of a tenant.
+        """Make room for a tenant's keys and values, as :meth:`Evictor.make_room` does."""
+        return self._evictor.make_room(pages, arrival, tenant)
 
-        What idles goes first, then adapters that only requests newer than ``arrival`` want. All or nothing: False, and
-        nothing is evicted, when that would not free enough.
-        """
-        missing = pages - self._pool.free - self._pool.quarantined
-        newer = self._evictable_wants(arrival) if missing > self._room.idle else []
-        if missing > self._room.idle + _held(newer):
-            return False
-        self._free(missing, tenant, newer)
-        self._reclaim((self._room.cached,), pages - self._pool.free, tenant)  # rather than wait for the step in flight
-        return self._pool.free >= pages
-
-    def make_way(self, tenant: int) -> None:
-        """Evict for one page: cached ones at once, or what :meth:`evict_one` finds, unless pages come back anyway."""
-        while not self._pool.free + self._pool.quarantined and self.evict_one(tenant):
-            pass
-        if not self._pool.free:
-            self._reclaim((self._room.cached,), 1 + self._pool.total // WAY_SHARE, tenant)
+    def make_way(self, tenant: int = 0) -> None:
+        """Make room for the next token, as :meth:`Evictor.make_way` does."""
+        self._evictor.make_way(tenant)
 
     def evict_one(self, tenant: int = 0) -> bool:
         """Evict one thing, an idle one if there is one. False if all is pinned or still loading."""
-        if self._reclaim((self._room.adapters, self._room.cached), 1, tenant):
-            return True
-        victim = next(iter(self._evictable_wants(-1)), None)
-        if victim is not None:
-            self.evict(victim)
-        return victim is not None
+        return self._evictor.evict_one(tenant)
+
+    def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
+        """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
+        return self._wishes.keep(gateway, pinned, preloaded)
 
     def pump(self, newest: int | None = None) -> None:
         """Order what the wants need and the tiers have room for; placements only for wants up to ``newest``."""
-        self._pump_fetches()
+        self._fetches.pump()
         if self._adapters.wants[Tier.HOST]:
             self._pump_placements(newest)
         else:
             self._barred.clear()
+            self._loading = +self._loading
+            if not self._adapters.wants[Tier.DISK] and not self.host.reading:
+                self._wishes.pump()
+
+    def forget(self, digest: str) -> int:
+        """An adapter is no more: free its memory now, or after its last lease. Returns the pages still held."""
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            return 0
+        self._forgotten.add(digest)
+        self._settle(adapter)
+        return adapter.size
 
     def take_orders(self) -> list[LoadOrder]:
         """Orders for the loader since the last call, to be carried out in this order."""
-        orders, self._orders = self._orders, []
+        orders = list(self._orders)
+        self._orders.clear()
         return orders
 
     def completed(self, result: LoadResult) -> None:
@@ -202,6 +215,7 @@ class Residency:
                 self._take_fetched(adapter, result, activity)
             else:
                 self._take_placed(adapter, result, activity)
+        self._settle(adapter)
         if result.error:
             self.failures += 1
             self.faults.add(result.digest, result.error)
@@ -209,6 +223,11 @@ class Residency:
             self.faults.clear(result.digest)
 
     # Seen by the operator
+
+    @property
+    def evictions(self) -> int:
+        """Adapters that gave up their pages."""
+        return self._evictor.evictions
 
     @property
     def in_hbm(self) -> int:
@@ -229,47 +248,6 @@ class Residency:
         return ((adapter.digest, adapter.held) for adapter in self._adapters if adapter.held)
 
     # How
-
-    def _pump_fetches(self) -> None:
-        while self.host.reading < FETCHES_IN_FLIGHT and (self._adapters.wants[Tier.DISK] or self._adapters.checks):
-            arrival, digest, tenant = self._next_fetch()
-            if not self._make_host_room(arrival, tenant):
-                return
-            self._adapters.checks.pop(digest, None)
-            self._fetch_turns[tenant] = 1 + max(self._fetch_turns.values(), default=0)
-            self.host.begin()
-            with self._adapters.changing(self._adapters[digest]) as adapter:
-                adapter.tier = Tier.FETCHING
-            self._orders.append(FetchOrder(digest))
-        if not self._adapters.wants[Tier.DISK]:
-            self._fetch_turns.clear()
-
-    def _next_fetch(self) -> tuple[int, str, int]:
-        """``(arrival, digest, tenant)`` of the oldest want on disk of the tenant that has waited longest for a read."""
-        oldest: dict[int, tuple[int, str]] = {}
-        for digest, arrival in self._adapters.checks.items():
-            oldest.setdefault(0, (arrival, digest))
-        for want in self._adapters.wants[Tier.DISK]:
-            tenant = self._adapters[want[1]].tenant
-            if tenant not in oldest or want < oldest[tenant]:
-                oldest[tenant] = want
-        tenant = min(oldest, key=lambda tenant: (self._fetch_turns.get(tenant, 0), oldest[tenant]))
-        return *oldest[tenant], tenant
-
-    def _make_host_room(self, arrival: int, tenant: int) -> bool:
-        """Until the tier has room drop the image of least worth, or else one that only a newer request waits for."""
-        while self.host.full:
-            if self.host.reclaim(tenant):
-                continue
-            over = self.host.barred(tenant)
-            newer = self._adapters.newer(Tier.HOST, arrival)
-            victim = next(
-                (a for a in newer if not over or a.tenant == tenant or self.host.room.exceeds(a.tenant)), None
-            )
-            if victim is None:
-                return False
-            self._drop_image(victim)
-        return True
 
     def _pump_placements(self, newest: int | None) -> None:
         """Place the oldest wants in memory that nobody leases, as many as may be in the pool ahead of their requests.
@@ -294,134 +272,75 @@ class Residency:
     def _place(self, adapter: Adapter, arrival: int) -> bool:
         """Order a placement if there is room. False if there is none for a tenant over its share."""
         tenant, needs = adapter.tenant, adapter.needs
-        made = self._make_adapter_room(adapter, arrival, over=self._room.exceeds(tenant, needs))
+        made = self._evictor.make_adapter_room(adapter, arrival, over=self._room.exceeds(tenant, needs))
         if not made and self._room.exceeds(tenant, needs):
             if self._own_room_comes(tenant):
                 self._squeezed.pop(adapter.digest, None)
                 return False
-            made = self._make_adapter_room(adapter, arrival, over=False)
+            made = self._evictor.make_adapter_room(adapter, arrival, over=False)
         pages = self._pool.allocate(needs, adapter.digest) if made else None
         if pages is None:
             self._squeezed[adapter.digest] = None
             return True
         self._barred.pop(tenant, None)
         with self._adapters.changing(adapter):
-            adapter.tier, adapter.held, adapter.size = Tier.LOADING, pages, needs
-            self._room.charge(tenant, needs)
-        self._orders.append(PlaceOrder(adapter.digest, pages))
+            self._load(adapter, pages)
         return True
 
+    def _load(self, adapter: Adapter, pages: tuple[Page, ...]) -> None:
+        adapter.tier, adapter.held, adapter.size = Tier.LOADING, pages, len(pages)
+        self._loading[adapter.tenant] += 1
+        self._room.charge(adapter.tenant, len(pages))
+        self._orders.append(PlaceOrder(adapter.digest, pages))
+
     def _own_room_comes(self, tenant: int) -> bool:
-        """Whether a tenant over its share is to wait for what it leases itself, for at most :data:`BARRED_S`."""
-        if not self._leased.get(tenant, 0):
+        """Whether a tenant over its share is to wait, at most :data:`BARRED_S`, for what it holds to become idle.
+
+        It will, if that is being loaded, or if requests run, whose seats the tenant's own get next.
+        """
+        runs = self._pool.kv + self._pool.cached > self._room.cached.size
+        if not (self._loading[tenant] or (runs and self._room.busy(tenant))):
             return False
         return self._clock() - self._barred.setdefault(tenant, self._clock()) < BARRED_S
-
-    def _make_adapter_room(self, adapter: Adapter, arrival: int, *, over: bool) -> bool:
-        """As :meth:`make_room`, and within the pages that adapters may have; ``over`` spares tenants in their share."""
-        room, tenant, needs = self._room, adapter.tenant, adapter.needs
-        missing = needs - self._pool.free - self._pool.quarantined
-        excess = self._pool.adapter + needs - self._capacity.max_adapter_pages
-        if missing <= 0 and excess <= 0:
-            return True
-        idle = room.reachable(room.adapters, tenant, over=over)
-        cached = room.reachable(room.cached, tenant, over=over)
-        newer = [a for a in self._evictable_wants(arrival) if not over or a.tenant == tenant or room.exceeds(a.tenant)]
-        if excess > idle + _held(newer) or missing > idle + cached + _held(newer):
-            return False
-        excess -= room.reclaim((room.adapters,), excess, tenant, over=over)
-        while excess > 0 and newer:
-            excess -= newer[0].size
-            self.evict(newer.pop(0))
-        missing = needs - self._pool.free - self._pool.quarantined
-        if missing > 0:
-            missing -= room.reclaim((room.adapters, room.cached), missing, tenant, over=over)
-        while missing > 0 and newer:
-            missing -= newer[0].size
-            self.evict(newer.pop(0))
-        return missing <= 0 and excess <= 0  # whoever was over its share may have come below it on the way
-
-    def _free(self, missing: int, tenant: int, newer: list[Adapter]) -> None:
-        missing -= self._reclaim((self._room.adapters, self._room.cached), missing, tenant)
-        while missing > 0:
-            missing -= newer[0].size
-            self.evict(newer.pop(0))
-
-    def _reclaim(self, shelves: tuple[Shelf, ...], size: int, tenant: int) -> int:
-        """Evict what idles for keys and values: in the last resort whosever it is."""
-        if size <= 0:
-            return 0
-        given = self._room.reclaim(shelves, size, tenant, over=True) if self._room.exceeds(tenant) else 0
-        return given + self._room.reclaim(shelves, size - given, tenant, over=False) if given < size else given
 
     def _take_fetched(self, adapter: Adapter, result: Fetched, activity: Activity) -> None:
         if result.error:
             self.host.end(None)
             adapter.tier = Tier.DISK
             return
-        adapter.image = Image(adapter.tenant, result.host_bytes, lambda: self._drop_image(adapter))
+        adapter.image = Image(adapter.tenant, result.host_bytes, lambda: self._fetches.drop(adapter))
         self.host.end(adapter.image)
         adapter.tier, adapter.needs = Tier.HOST, result.pages
         activity.reads += 1
         activity.read_s += result.seconds
 
     def _take_placed(self, adapter: Adapter, result: Placed, activity: Activity) -> None:
+        self._loading[adapter.tenant] -= 1
         if result.error:
-            self._leave_pool(adapter)
-            self._forget_image(adapter)
+            self._evictor.leave_pool(adapter)
+            self._fetches.forget(adapter)
             return
         self.loads += 1
         adapter.tier, adapter.fresh = Tier.HBM, True
+        self._wishes.pin(adapter)
         activity.copies += 1
         activity.copy_s += result.seconds
 
-    def _count_leases(self, tenant: int, change: int) -> None:
-        leases = self._leased.pop(tenant, 0) + change
-        if leases:
-            self._leased[tenant] = leases
+    def _settle(self, adapter: Adapter) -> None:
+        """After a change: an adapter that is forgotten leaves as soon as nobody needs it."""
+        if adapter.digest not in self._forgotten or adapter.pinned or adapter.wanted is not None:
+            return
+        if adapter.tier is Tier.HBM:
+            self._evictor.evict(adapter)
+        if adapter.tier is Tier.HOST:
+            self._fetches.drop(adapter)
+        if adapter.tier is Tier.DISK:
+            self._forgotten.discard(adapter.digest)
 
     def _change_hands(self, adapter: Adapter, tenant: int) -> None:
         """Another tenant uses it: it is on that one's account from now on."""
-        self._count_leases(adapter.tenant, -adapter.leases)
-        self._count_leases(tenant, adapter.leases)
         self._room.charge(adapter.tenant, -adapter.size)
         adapter.tenant = tenant
         self._room.charge(tenant, adapter.size)
         if adapter.image is not None:
             self.host.change_hands(adapter.image, tenant)
-
-    def _evictable_wants(self, arrival: int) -> list[Adapter]:
-        """Unpinned adapters in the pool that only requests newer than ``arrival`` want, newest first."""
-        return [adapter for adapter in self._adapters.newer(Tier.HBM, arrival) if not adapter.pinned]
-
-    def evict(self, adapter: Adapter) -> None:
-        """Take an unpinned adapter out of the pool."""
-        with self._adapters.changing(adapter):
-            self._leave_pool(adapter)
-        self._orders.append(DropOrder(adapter.digest, "hbm"))
-        self.evictions += 1
-        self.activities.of(adapter.digest).evictions += 1
-        if adapter.wanted is not None:
-            self._squeezed[adapter.digest] = None
-
-    def _leave_pool(self, adapter: Adapter) -> None:
-        self._pool.release(adapter.held, adapter.last_read)
-        self._room.charge(adapter.tenant, -adapter.size)
-        adapter.held, adapter.size = (), 0
-        adapter.tier = Tier.DISK if adapter.image is None else Tier.HOST
-
-    def _drop_image(self, adapter: Adapter) -> None:
-        with self._adapters.changing(adapter):
-            self._forget_image(adapter)
-
-    def _forget_image(self, adapter: Adapter) -> None:
-        if adapter.image is not None:
-            self.host.dropped(adapter.image)
-            adapter.image = None
-        if adapter.tier is Tier.HOST:
-            adapter.tier = Tier.DISK
-        self._orders.append(DropOrder(adapter.digest, "host"))
-
-
-def _held(adapters: Sequence[Adapter]) -> int:
-    return sum(adapter.size for adapter in adapters)

@@ -20,11 +20,12 @@ from stencilpress.engine.counters import Counters
 from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Token
+from stencilpress.engine.messages import FinishReason, Pages, Stats, Step, Submit, Token
 from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.replies import Replies
+from stencilpress.engine.reports import page_map
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import Seats
@@ -144,6 +145,10 @@ class Scheduler:
         due_s = self._deadlines.next_s()
         return math.inf if due_s is None else max(0.0, due_s - self._clock())
 
+    def forget(self, adapter: str) -> int:
+        """An adapter is no more. Returns the pages that running requests hold of it, and of its common prefixes."""
+        return self._seats.forget(adapter)
+
     # Steps
 
     def plan(self) -> StepPlan | None:
@@ -229,6 +234,14 @@ class Scheduler:
         """Gauges and counters, as the answer to question ``ask``."""
         running = len(self._seats.taken)
         return self._counters.stats(ask, running=running, waiting=len(self._requests) - running)
+
+    def waiting_for(self, adapter: str) -> int:
+        """Requests in an adapter's line."""
+        return sum(1 for _ in self._waiting.line(adapter))
+
+    def page_map(self, ask: int) -> Pages:
+        """Who holds which page, as the answer to question ``ask``."""
+        return page_map(self._pool, lambda key: self._requests[key].tenant, ask)
 
     def check(self) -> None:
         """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""

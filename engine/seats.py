@@ -159,6 +159,10 @@ class Seats:
         last = next(request for request in reversed(self.taken.values()) if request.account is richest)
         return last if seats[richest] > 1 else None
 
+    def forget(self, adapter: str) -> int:
+        """An adapter is no more. Returns the pages that those seated hold of it, and of its common prefixes."""
+        return self._residency.forget(adapter) + self._prefixes.forget(adapter)
+
     def holdings(self) -> Iterator[tuple[Owner, Sequence[Page]]]:
         """Who holds which pages, for :meth:`Pool.check`."""
         yield self._prefixes.holdings()

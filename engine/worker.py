@@ -11,8 +11,22 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, FIRST_STEP_LIMIT_S, Heartbeat
 from stencilpress.engine.link import Closed, Link, Received
-from stencilpress.engine.messages import Abort, AskStats, Ensure, Ensured, FromEngine, Submit
+from stencilpress.engine.messages import (
+    Abort,
+    AskAdapters,
+    AskPages,
+    AskStats,
+    Ensure,
+    Ensured,
+    Forget,
+    Forgotten,
+    FromEngine,
+    Keep,
+    Kept,
+    Submit,
+)
 from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Sampled, StepPlan
+from stencilpress.engine.reports import adapters_seen
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.scheduler import Scheduler
 
@@ -138,8 +152,19 @@ class Worker:
             self._scheduler.abort((connection, message.id))
         elif isinstance(message, Ensure):
             self._ensure(connection, message)
-        elif isinstance(message, AskStats):
-            self._send(connection, self._scheduler.stats(message.id))
+        else:
+            self._send(connection, self._answer(connection, message))
+
+    def _answer(self, connection: int, message: AskStats | AskAdapters | AskPages | Keep | Forget) -> FromEngine:
+        if isinstance(message, AskStats):
+            return self._scheduler.stats(message.id)
+        if isinstance(message, AskAdapters):
+            return adapters_seen(self._residency, self._scheduler.waiting_for, message)
+        if isinstance(message, AskPages):
+            return self._scheduler.page_map(message.id)
+        if isinstance(message, Forget):
+            return Forgotten(message.id, self._scheduler.forget(message.adapter))
+        return Kept(message.id, self._residency.keep(connection, message.pinned, message.preloaded))
 
     def _ensure(self, connection: int, ask: Ensure) -> None:
         failure = self._residency.failure(ask.adapter)
@@ -153,6 +178,7 @@ class Worker:
 
     def _forget(self, event: Closed) -> None:
         self._scheduler.abort_connection(event.connection)
+        self._residency.keep(event.connection, (), ())
         self._held.pop(event.connection, None)
         for digest, asks in list(self._ensures.items()):
             self._ensures[digest] = [ask for ask in asks if ask[0] != event.connection]

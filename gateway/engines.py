@@ -12,22 +12,25 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
-from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
-from stencilpress.engine.messages import Ensured, Stats, Submit, Welcome
+from stencilpress.engine.client import EngineBusyError, EngineClient, EngineUnavailableError, Stream
+from stencilpress.engine.messages import Adapters, Ensured, Kept, Pages, Stats, Submit, Welcome
 
 LOAD_FACTOR = 1.25
 """An engine may have this many times the mean of open requests before its adapters overflow to others."""
 ALWAYS_TAKEN = 8
 """Open requests below which an engine is never too busy: a batch this small costs nobody anything."""
 MAX_RANKED = 1 << 16
-STATS_LIMIT_S = 1.0
+ANSWER_LIMIT_S = 1.0
+
+A = TypeVar("A")
 
 
 class Engines:
@@ -113,7 +116,29 @@ class Engines:
 
     async def stats(self) -> list[Stats | None]:
         """The numbers of each engine; None for one that does not answer within a second."""
-        return list(await asyncio.gather(*(_stats(client) for client in self._clients)))
+        return list(await asyncio.gather(*(_soon(client.stats()) for client in self._clients)))
+
+    async def adapters(self, offset: int = 0, limit: int = 64) -> list[Adapters | None]:
+        """What each engine has seen of adapters, the one used last first; None for one that does not answer."""
+        return list(await asyncio.gather(*(_soon(client.adapters(offset, limit)) for client in self._clients)))
+
+    async def pages(self) -> list[Pages | None]:
+        """Who holds which page of each engine's pool; None for one that does not answer within a second."""
+        return list(await asyncio.gather(*(_soon(client.pages()) for client in self._clients)))
+
+    async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> list[Kept | None]:
+        """Have adapters kept at hand where their requests go, instead of those before; each engine that connects later
+        is told too."""
+        shares: list[tuple[list[str], list[str]]] = [([], []) for _ in self._clients]
+        for part, digests in enumerate((pinned, preloaded)):
+            for digest in digests:
+                shares[ranking(digest, len(self._clients))[0]][part].append(digest)
+        says = (client.keep(*share) for client, share in zip(self._clients, shares, strict=True))
+        return list(await asyncio.gather(*map(_soon, says)))
+
+    async def forget(self, digests: Iterable[str]) -> None:
+        """Tell every engine that versions are deleted: none keeps memory for them once their last request has ended."""
+        await asyncio.gather(*(_soon(client.forget(digest)) for digest in set(digests) for client in self._clients))
 
     @property
     def open_requests(self) -> Sequence[int]:
@@ -131,9 +156,9 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
     return tuple(sorted(range(engines), key=score))
 
 
-async def _stats(client: EngineClient) -> Stats | None:
+async def _soon(answer: Awaitable[A]) -> A | None:
     try:
-        async with asyncio.timeout(STATS_LIMIT_S):
-            return await client.stats()
-    except (EngineUnavailableError, TimeoutError):
+        async with asyncio.timeout(ANSWER_LIMIT_S):
+            return await answer
+    except (EngineUnavailableError, EngineBusyError, TimeoutError):
         return None

@@ -24,6 +24,7 @@ from stencilpress.engine.image import (
     Module,
     PeftConfig,
     image_name,
+    remove_outdated,
     resolve,
     value_problem,
     write_image,
@@ -159,6 +160,7 @@ def _write_image(folder: Path, spec: ModelSpec, modules: Iterable[Module], weigh
     try:
         header = write_image(partial, spec, modules, weights.load)
         partial.replace(path)
+        remove_outdated(folder, header.fingerprint)
     finally:
         partial.unlink(missing_ok=True)
     return header

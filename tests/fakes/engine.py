@@ -5,8 +5,8 @@ with ``length`` after ``max_tokens``, with ``stop`` after a token of ``stop_ids`
 an error for a prompt that fills ``max_model_len`` (``context_exceeded``) or an adapter named in ``missing``
 (``adapter_unavailable``). An adapter in ``reversing`` echoes the prompt backwards, one in ``broken`` has NaN for every
 logprob. Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
-alternative. Every adapter not in ``missing`` can be ensured. :class:`Stats` counts requests, steps and tokens truly and
-has zeros for pages.
+alternative. Every adapter not in ``missing`` can be ensured; none is ever seen, and all may be kept. :class:`Stats`
+counts requests, steps and tokens truly and has zeros for pages.
 
 As a process, in place of ``python -m stencilpress.engine`` and with its variables (``STENCILPRESS_ENGINE_FD`` or
 ``--socket PATH``, ``STENCILPRESS_LIFELINE_FD``, ``STENCILPRESS_GENERATION``; ``STENCILPRESS_MODEL_DIR``, if set, gives
@@ -26,7 +26,7 @@ In a thread, for unit tests::
             await client.wait_ready()
             stream = await client.submit(Submit(0, pack_tokens([5, 6]), "", 4, Sampling()))
             assert [t.token for tokens, _ in [b async for b in stream] for t in tokens] == [5, 6, 5, 6]
-        engine.submits, engine.aborts            # what arrived so far
+        engine.submits, engine.aborts, engine.keeps   # what arrived so far
         engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
         engine.crash()                           # closes everything at once, as the end of a process does
@@ -53,12 +53,20 @@ from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
+    Adapters,
+    AskAdapters,
+    AskPages,
     AskStats,
     Ensure,
     Ensured,
     Finished,
     FinishReason,
+    Forget,
+    Forgotten,
     FromEngine,
+    Keep,
+    Kept,
+    Pages,
     Stats,
     Step,
     Submit,
@@ -131,6 +139,8 @@ class FakeEngine:
         self._heartbeat = heartbeat or Heartbeat(-1, CPU_LIMIT_S)
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
+        self.keeps: list[Keep] = []
+        self.forgotten: list[str] = []
         self.crashed = False
         self._link = Link(listener, options.welcome())
         self._requests: dict[RequestKey, _Request] = {}
@@ -200,6 +210,16 @@ class FakeEngine:
                 self._send(connection, Ensured(id_, "no such adapter" if adapter in self.options.missing else ""))
             case AskStats(id=id_):
                 self._send(connection, self._stats(id_))
+            case AskAdapters(id=id_):
+                self._send(connection, Adapters(id_, 0, ()))
+            case AskPages(id=id_):
+                self._send(connection, Pages(id_, 0, (), b""))
+            case Forget(id=id_, adapter=adapter):
+                self.forgotten.append(adapter)
+                self._send(connection, Forgotten(id_, 0))
+            case Keep(id=id_):
+                self.keeps.append(message)
+                self._send(connection, Kept(id_, ""))
 
     def _submit(self, connection: int, submit: Submit) -> None:
         self.submits.append(submit)

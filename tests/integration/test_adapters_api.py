@@ -361,6 +361,7 @@ async def test_a_guest_sees_a_name_and_a_version(gateway: Gateway, admin: AdminC
 async def test_a_deleted_adapter_comes_back_whole(gateway: Gateway, admin: AdminClient) -> None:
     before = await admin("GET", PIRATE)
     await admin("DELETE", PIRATE)
+    assert sorted(gateway.engine.forgotten) == sorted({one["digest"] for one in before["versions"]})
     assert (await gateway.post("/v1/completions", {"model": "pirate", "prompt": "a"}))[0] == 404
     assert [one["name"] for one in (await admin("GET", "/tenants/demo/adapters"))["data"]] == []
     assert [one["name"] for one in (await admin("GET", "/tenants/demo/adapters?deleted=true"))["data"]] == ["pirate"]

@@ -361,10 +361,23 @@ LIMITS = Limits(
 
 
 def make_engine(
-    *, pages: int = 100, needs: dict[str, int] | None = None, cpu_loras: int = 4, quick: bool = False, **limits: Any
+    *,
+    pages: int = 100,
+    needs: dict[str, int] | None = None,
+    cpu_loras: int = 4,
+    adapter_pages: int = 1 << 30,
+    quick: bool = False,
+    **limits: Any,
 ) -> Engine:
     adapters = needs if needs is not None else dict.fromkeys("ABCDEFGH", 2)
-    return Engine(replace(LIMITS, **limits), pages=pages, needs=adapters, max_cpu_loras=cpu_loras, quick=quick)
+    return Engine(
+        replace(LIMITS, **limits),
+        pages=pages,
+        needs=adapters,
+        max_cpu_loras=cpu_loras,
+        max_adapter_pages=adapter_pages,
+        quick=quick,
+    )
 
 
 def shape(plan: StepPlan | None) -> dict[str | None, list[tuple[int, int]]]:

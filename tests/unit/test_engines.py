@@ -132,3 +132,18 @@ async def test_the_numbers_of_each_engine_are_told(fleet: Fleet) -> None:
     await fleet.ready(COUNT - 1)
     assert len(streams) == COUNT
     assert [stats and stats.running for stats in await fleet.engines.stats()] == [1, None, 1]
+
+
+async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywhere(fleet: Fleet) -> None:
+    digests = [digest(number) for number in range(30)]
+    assert all(kept is not None and not kept.error for kept in await fleet.engines.keep(digests[:20], digests[20:]))
+    for index, fake in enumerate(fleet.fakes):
+        mine = [one for one in digests if ranking(one, COUNT)[0] == index]
+        [keep] = fake.keeps
+        assert [*keep.pinned, *keep.preloaded] == mine
+    await fleet.engines.forget([digests[0]])
+    assert [fake.forgotten for fake in fleet.fakes] == [[digests[0]]] * COUNT
+    fleet.fakes[1].crash()
+    await fleet.ready(COUNT - 1)
+    assert [adapters and adapters.total for adapters in await fleet.engines.adapters()] == [0, None, 0]
+    assert [pages and pages.total for pages in await fleet.engines.pages()] == [0, None, 0]

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stencilpress.engine.image import Tensor, read_image
+from stencilpress.engine.image_format import image_name
 from stencilpress.engine.spec import load_spec
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from stencilpress.gateway.intake import Accepted, IntakeLimits, Rejected, validate_upload
@@ -36,7 +37,7 @@ def desk(tmp_path: Path) -> Desk:
 
 async def test_a_sound_adapter_is_accepted_with_its_facts(desk: Desk) -> None:
     verdict = await validate_upload(desk.folder, desk.model_dir)
-    image = desk.folder / f"image-{load_spec(desk.model_dir).fingerprint()}.bin"
+    image = desk.folder / image_name(load_spec(desk.model_dir).fingerprint())
     assert isinstance(verdict, Accepted)
     assert verdict == Accepted(
         digest=verdict.digest,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import shutil
 import threading
@@ -38,7 +39,7 @@ class _Bench:
 
     def ask(self, order: LoadOrder) -> LoadResult:
         self.loader.submit(order)
-        assert self.wakes.get(timeout=30) == "loader"
+        assert self.wakes.get(timeout=30).startswith("loader")
         (result,) = self.loader.results()
         return result
 
@@ -167,6 +168,12 @@ def _empty(folder: Path, image: Path) -> None:
     image.write_bytes(b"")
 
 
+def _older_version(folder: Path, image: Path) -> None:
+    data = bytearray(image.read_bytes())
+    data[8] -= 1
+    image.write_bytes(data)
+
+
 def _folder_in_place_of_the_image(folder: Path, image: Path) -> None:
     image.unlink()
     image.mkdir()
@@ -192,12 +199,64 @@ def _weights_of_another_shape(folder: Path, image: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4}))
 
 
+@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, _older_version])
+def test_a_damaged_image_is_set_aside_and_built_anew_from_the_upload(
+    bench: _Bench, digest: str, folder: Path, damage: Callable[[Path, Path], None]
+) -> None:
+    image = folder / image_name(bench.engine.spec.fingerprint())
+    sound = bench.fetch(digest)
+    whole = image.read_bytes()
+    damage(folder, image)
+
+    assert bench.fetch(digest) == sound
+
+    assert image.read_bytes() == whole
+    assert image.with_suffix(".damaged").read_bytes() != whole
+    _check_view(bench.place(digest, first=0), folder, bench.engine)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, _empty, _older_version])
+def test_without_the_upload_damage_is_an_answer(
+    bench: _Bench, digest: str, folder: Path, damage: Callable[[Path, Path], None]
+) -> None:
+    bench.fetch(digest)
+    (folder / "adapter_model.safetensors").unlink()
+    damage(folder, folder / image_name(bench.engine.spec.fingerprint()))
+
+    assert bench.fetch(digest).error
+    assert bench.fetch(digest).error
+
+
+def test_an_image_of_an_older_format_goes_when_the_new_one_is_there(bench: _Bench, digest: str, folder: Path) -> None:
+    outdated = folder / f"image-{bench.engine.spec.fingerprint()}.bin"
+    outdated.write_bytes(b"STENCIL\n")
+
+    assert bench.fetch(digest).error == ""
+
+    assert not outdated.exists()
+
+
+def test_several_adapters_are_read_at_the_same_time(bench: _Bench, digest: str, tmp_path: Path) -> None:
+    """One whose file does not come must not hold up the others: a pipe that nobody writes stands for a slow disk."""
+    slow = tmp_path / "adapters" / ("5" * 64)
+    slow.mkdir()
+    pipe = slow / image_name(bench.engine.spec.fingerprint())
+    os.mkfifo(pipe)
+    bench.loader.submit(FetchOrder(slow.name))
+
+    assert bench.fetch(digest).error == ""
+
+    pipe.open("wb").close()
+    bench.wakes.get(timeout=30)
+    [result] = bench.loader.results()
+    assert isinstance(result, Fetched)
+    assert result.digest == slow.name
+    assert result.error
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncate,
-        _flip,
-        _empty,
         _folder_in_place_of_the_image,
         _no_files,
         _config_is_no_json,

@@ -146,6 +146,23 @@ def test_what_was_computed_wrong_is_not_found() -> None:
     assert not desk.cache._trees
 
 
+def test_of_an_adapter_that_is_no_more_nothing_stays() -> None:
+    desk = Desk()
+    chain, pages = desk.begin(MINE, TOKENS)
+    desk.serve(MINE, [*TOKENS[:4], 7, 7, 7, 7, 7])
+    desk.serve(Space("adapter", 2, b"other"), TOKENS)
+    desk.serve(Space("another version", 1, b"my salt"), TOKENS)
+    assert desk.cache.forget("adapter") == 2, "those that the running request reads"
+    assert desk.pool.cached == 4
+    assert desk.found(MINE, TOKENS) == ()
+    new, _ = desk.begin(MINE, TOKENS)
+    desk.cache.close(chain)
+    assert desk.pool.cached == 4, "the old one's pages are free, a new one's are not"
+    assert not set(new.pages) & set(pages)
+    desk.cache.close(new)
+    assert len(desk.found(MINE, TOKENS)) == 2
+
+
 class PrefixMachine(RuleBasedStateMachine):
     """Requests of several spaces come, compute, and go, while others take pages. What a chain says that its pages hold,
     they hold: the device's memory is a dict."""
@@ -186,6 +203,10 @@ class PrefixMachine(RuleBasedStateMachine):
         if wrong:
             self.desk.cache.condemn(running[2])
         self.desk.cache.close(running[2])
+
+    @rule(adapter=st.sampled_from(["adapter", ""]))
+    def forget(self, adapter: str) -> None:
+        self.desk.cache.forget(adapter)
 
     @precondition(lambda self: self.desk.room.idle)
     @rule()

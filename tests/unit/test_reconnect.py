@@ -17,10 +17,10 @@ import pytest
 
 from stencilpress.engine.client import EngineClient, EngineUnavailableError
 from stencilpress.engine.link import Closed, Link, Received
-from stencilpress.engine.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Step, Token
+from stencilpress.engine.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Kept, Step, Token
 from stencilpress.engine.ring import REPLIES, RingWriter, map_ring
 from tests.fakes.engine import Options, listen, running_engine
-from tests.unit.test_link_client import ENDLESS, drain, request
+from tests.unit.test_link_client import ENDLESS, drain, eventually, request
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,6 +212,23 @@ async def test_an_engine_that_hangs_is_gone_for_its_streams_and_found_again_when
         events = await poll_until_ready(link, client)
         assert Closed(1, "the gateway closed the connection") in events, "so its requests are aborted"
         link.close()
+
+
+async def test_what_should_be_kept_is_said_again_to_the_next_engine(path: Path) -> None:
+    async with EngineClient(path) as client:
+        with pytest.raises(EngineUnavailableError):
+            await client.keep(["a"])
+        with running_engine(path) as first:
+            async with asyncio.timeout(20):
+                await client.wait_ready()
+                await eventually(lambda: bool(first.keeps))
+                assert await client.keep(["b"], ["c"]) == Kept(first.keeps[-1].id, "")
+            assert [(keep.pinned, keep.preloaded) for keep in first.keeps] == [(("a",), ()), (("b",), ("c",))]
+        with running_engine(path) as second:
+            await eventually(lambda: bool(second.keeps))
+            assert [(keep.pinned, keep.preloaded) for keep in second.keeps] == [(("b",), ("c",))]
+            assert (await client.adapters()).adapters == ()
+            assert (await client.pages()).total == 0
 
 
 async def test_an_engine_that_is_only_idle_is_kept(path: Path) -> None:

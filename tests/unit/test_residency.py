@@ -6,9 +6,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stencilpress.engine.eviction import Room
 from stencilpress.engine.faults import BACKOFF_S
+from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
+from stencilpress.engine.messages import MAX_KEPT
 from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import BARRED_S, FETCHES_IN_FLIGHT, Capacity, Residency
+from stencilpress.engine.residency import BARRED_S, Capacity, Residency
+from stencilpress.engine.wishes import PREDICT_S
 
 
 class Library:
@@ -364,7 +367,8 @@ def test_only_what_is_in_the_pool_can_be_leased() -> None:
 
 def test_a_flood_of_cold_adapters_does_not_push_out_anothers_warm_ones() -> None:
     """500 adapters of one tenant, wanted all at once and used one after the other, beside ten that are in use."""
-    library = Library(pages=40, max_cpu_loras=20, max_prefetched=8)
+    library = Library(pages=41, max_cpu_loras=20, max_prefetched=8)
+    assert library.pool.allocate(1, (1, 1)), "somebody runs all the time"
     warm = [f"warm{i}" for i in range(10)]
     for arrival, digest in enumerate(warm):
         library.use(digest, arrival, tenant=1)
@@ -392,7 +396,8 @@ def test_a_flood_of_cold_adapters_does_not_push_out_anothers_warm_ones() -> None
 
 
 def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
-    library = Library(pages=8, needs=2, max_cpu_loras=20)
+    library = Library(pages=9, needs=2, max_cpu_loras=20)
+    assert library.pool.allocate(1, (1, 1)), "somebody runs all the time"
     library.use("theirs", 1, tenant=1)
     for arrival, digest in enumerate("abc", 2):
         library.residency.want(digest, arrival, tenant=2)
@@ -475,6 +480,122 @@ def test_a_thousand_loads_and_unloads_leave_nothing_behind() -> None:
     assert len(list(library.residency._adapters)) == library.residency.in_host
 
 
+def test_what_is_pinned_comes_in_and_stays_whatever_else_is_wanted() -> None:
+    library = Library(pages=8, max_cpu_loras=2)
+    assert library.residency.keep(1, ["kept"], []) == ""
+    library.turn()
+    assert library.residency.ready("kept")
+    for arrival in range(20):
+        library.use(f"a{arrival}", arrival)
+    assert library.residency.ready("kept")
+    assert not library.residency.make_room(7, 99)
+    library.residency.keep(1, [], [])
+    assert library.residency.make_room(8, 99)
+
+
+def test_pins_of_two_gateways_add_up_and_one_that_is_gone_takes_its_own_along() -> None:
+    library = Library(pages=20)
+    library.residency.keep(1, ["a", "b"], [])
+    library.residency.keep(2, ["b"], [])
+    library.turn()
+    library.residency.keep(1, [], [])
+    while library.residency.evict_one():
+        pass
+    assert [digest for digest in "ab" if library.residency.ready(digest)] == ["b"]
+
+
+def test_pins_take_half_of_the_adapters_pages_at_most() -> None:
+    library = Library(pages=100, max_cpu_loras=20, max_adapter_pages=8)
+    library.residency.keep(1, list("abcdef"), [])
+    library.turn()
+    assert library.pool.adapter == 8
+    assert sum(adapter.kept for adapter in library.residency._adapters) == 2
+    library.use("z", 1)
+    assert library.pool.adapter == 8
+
+
+def test_too_many_pins_are_refused_and_change_nothing() -> None:
+    library = Library(pages=8)
+    library.residency.keep(1, ["a"], [])
+    assert "at most" in library.residency.keep(1, [str(i) for i in range(MAX_KEPT + 1)], [])
+    library.turn()
+    assert library.residency.ready("a")
+
+
+def test_what_is_preloaded_comes_when_nobody_waits_and_pushes_out_nobody() -> None:
+    library = Library(pages=16, max_cpu_loras=20)
+    library.use("used", 1)
+    library.residency.want("wanted", 2)
+    library.residency.keep(1, [], ["p1", "p2", "broken", "p3", "p4", "p5", "p6"])
+    assert [order.digest for order in library.pump()] == ["wanted"]
+    library.residency.completed(Fetched("wanted", 100, 2))
+    while orders := library.pump():
+        for order in orders:
+            if order.digest == "broken":
+                library.residency.completed(Fetched("broken", 0, 0, "damaged"))
+            else:
+                library.carry_out(order)
+    assert library.residency.ready("wanted")
+    assert library.residency.evictions == 0
+    assert [p for p in ("p1", "p2", "p3", "p4", "p5", "p6") if library.residency.ready(p)] == [
+        "p1",
+        "p2",
+        "p3",
+        "p4",
+        "p5",
+    ]
+    assert library.pool.free == 2, "an eighth stays free"
+
+
+def test_what_was_used_of_late_comes_back_when_there_is_room() -> None:
+    library = Library(pages=8, needs=2, max_cpu_loras=2)
+    for arrival in range(3):
+        library.use("often", arrival)
+    library.use("once", 9)
+    while library.residency.evict_one():
+        pass
+    library.turn()
+    assert not library.residency.ready("often")
+    library.now_s += PREDICT_S
+    library.turn()
+    assert library.residency.ready("often")
+    assert not library.residency.ready("once"), "one at a time"
+    library.now_s += 1000
+    library.residency.evict_one()
+    library.turn()
+    assert not library.residency.ready("often"), "that was long ago"
+
+
+@pytest.mark.parametrize("when", ["on disk", "fetching", "hosted", "loading", "leased", "idle"])
+def test_what_is_forgotten_leaves_when_nobody_needs_it(when: str) -> None:
+    library = Library()
+    residency = library.residency
+    if when != "on disk":
+        residency.want("a", 1)
+        library.pump()
+    if when not in ("on disk", "fetching"):
+        residency.completed(Fetched("a", 100, 2))
+    if when in ("loading", "leased", "idle"):
+        library.pump()
+    if when in ("leased", "idle"):
+        residency.completed(Placed("a"))
+        residency.lease("a")
+    residency.unwant("a")
+    if when == "idle":
+        residency.release("a")
+    assert residency.forget("a") == {"loading": 2, "leased": 2}.get(when, 0)
+    if when == "fetching":
+        residency.completed(Fetched("a", 100, 2))
+    elif when == "loading":
+        residency.completed(Placed("a"))
+    elif when == "leased":
+        residency.release("a")
+    assert residency.known("a") is None
+    assert library.pool.free == library.pool.total
+    assert residency.in_host == 0
+    assert not residency._forgotten
+
+
 class ResidencyMachine(RuleBasedStateMachine):
     """Requests of three tenants come, run and go over few pages and little host memory, and loads fail."""
 
@@ -522,6 +643,18 @@ class ResidencyMachine(RuleBasedStateMachine):
     def end_request(self) -> None:
         self.library.pool.release(self.kv.pop())
 
+    @rule(pinned=st.sets(st.sampled_from("abcdef")), preloaded=st.sets(st.sampled_from("abcdef")))
+    def keep(self, pinned: set[str], preloaded: set[str]) -> None:
+        self.library.residency.keep(1, sorted(pinned), sorted(preloaded))
+
+    @rule(digest=st.sampled_from("abcdef"))
+    def forget(self, digest: str) -> None:
+        self.library.residency.forget(digest)
+
+    @rule(seconds=st.sampled_from([0.5, 30.0]))
+    def wait(self, seconds: float) -> None:
+        self.library.now_s += seconds
+
     @rule()
     def pump(self) -> None:
         self.orders += self.library.pump()
@@ -547,6 +680,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert residency.host.images == sum(adapter.image is not None for adapter in known)
         assert residency.host.bytes == 100 * residency.host.images
         assert sum(self.library.room._held.values()) == self.library.pool.adapter
+        assert 2 * sum(adapter.size for adapter in known if adapter.kept) <= min(self.most, self.library.pool.total)
         assert self.library.room.idle == sum(adapter.size for adapter in known if adapter.idle)
 
     @invariant()

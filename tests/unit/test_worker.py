@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,16 +16,26 @@ from stencilpress.engine.limits import Limits
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
     Abort,
+    Adapters,
+    AskAdapters,
+    AskPages,
     AskStats,
     Ensure,
     Ensured,
     Finished,
+    Forget,
+    Forgotten,
     FromEngine,
+    Keep,
+    Kept,
+    PageOwner,
+    Pages,
     Sampling,
     Stats,
     Step,
     Submit,
     pack_tokens,
+    unpack_tokens,
 )
 from stencilpress.engine.plan import DropOrder, LoadOrder, LoadResult, Sampled, StepPlan
 from stencilpress.engine.pool import Pool, PoolError
@@ -276,6 +286,86 @@ def test_ensures_beyond_the_bound_are_refused(shop: Shop, monkeypatch: pytest.Mo
         (2, "overloaded"),
         (1, ""),
     ]
+
+
+def test_adapters_are_shown_the_one_used_last_first(shop: Shop) -> None:
+    shop.loader.loader.broken.add("C")
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 1, "A")
+    shop.until(gateway.ended(1))
+    gateway.submit(2, [1], 1, "C")
+    shop.until(gateway.ended(2))
+    gateway.submit(3, [1], 1000, "B")
+    gateway.submit(4, [1], 1000, "B")
+    shop.until(lambda: bool(gateway.texts[3] and gateway.texts[4]))
+    gateway.peer.send(AskAdapters(7))
+    gateway.peer.send(AskAdapters(8, offset=1, limit=1))
+    shop.until(lambda: len(gateway.answers) == 2)
+    [all_, second] = gateway.answers
+    assert isinstance(all_, Adapters)
+    assert isinstance(second, Adapters)
+    assert (all_.id, all_.total, second.total) == (7, 3, 3)
+    b, c, a = all_.adapters
+    assert (b.digest, b.tier, b.pages, b.active, b.hits, b.misses) == ("B", "hbm", 3, 2, 1, 1)
+    assert (c.digest, c.tier, c.error, c.reads) == ("C", "disk", "no such file", 0)
+    assert (a.digest, a.tier, a.active, a.reads, a.copies, a.host_bytes) == ("A", "hbm", 0, 1, 1, 1000)
+    assert second.adapters == (c,)
+
+
+def test_a_map_of_the_pool_says_who_holds_which_page(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 1, "A")
+    gateway.peer.send(Submit(2, pack_tokens([1] * 40), "", 1000, Sampling(), tenant=5, salt=b"salt"))
+    gateway.texts[2] = []
+    shop.until(lambda: gateway.ended(1)() and bool(gateway.texts[2]))
+    gateway.peer.send(AskPages(7))
+    shop.until(lambda: bool(gateway.answers))
+    [pages] = gateway.answers
+    assert isinstance(pages, Pages)
+    numbers = unpack_tokens(pages.runs)
+    counts = Counter[PageOwner]()
+    for index, count in zip(numbers[::2], numbers[1::2], strict=True):
+        counts[pages.owners[index]] += count
+    assert counts.total() == pages.total == shop.pool.total
+    assert counts[PageOwner("adapter", "A")] == 3
+    assert counts[PageOwner("cached")] == 2
+    assert counts[PageOwner("kv", "5")] >= 1
+    assert counts[PageOwner("free")] + counts[PageOwner("quarantined")] + 5 + counts[PageOwner("kv", "5")] == 600
+
+
+def test_what_a_gateway_keeps_is_pinned_until_it_hangs_up(shop: Shop) -> None:
+    gateway, other = shop.gateway(), shop.gateway()
+    gateway.peer.send(Keep(1, pinned=("A",), preloaded=("B",)))
+    shop.until(lambda: shop.residency.ready("A") and shop.residency.ready("B"))
+    assert gateway.answers == [Kept(1, "")]
+    assert [shop.residency.known(digest).kept for digest in "AB"] == [True, False]  # type: ignore[union-attr]
+    shop.peers.remove(gateway)
+    gateway.peer.close()
+    other.submit(1, [1], 3)
+    shop.until(other.ended(1))
+    assert not shop.residency.known("A").kept  # type: ignore[union-attr]
+
+
+def test_a_deleted_versions_memory_is_free_when_its_last_request_has_ended(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 1, "B")
+    shop.until(gateway.ended(1))
+    baseline = shop.pool.free
+    gateway.peer.send(Submit(2, pack_tokens([1] * 40), "A", 300, Sampling(), tenant=1, salt=b"salt"))
+    gateway.texts[2] = []
+    shop.until(lambda: len(gateway.texts[2]) > 2)
+    gateway.peer.send(Forget(3, "A"))
+    shop.until(lambda: bool(gateway.answers))
+    assert gateway.answers == [Forgotten(3, 3 + 2)]
+    shop.until(gateway.ended(2))
+    assert gateway.texts[2] == expected_text("A", [1] * 40, 300, ()), "it ends on the version it began with"
+    gateway.peer.send(Forget(4, "A"))
+    shop.until(lambda: len(gateway.answers) == 2)
+    assert gateway.answers[1] == Forgotten(4, 0)
+    shop.pool.retire(shop.pool.begun)
+    assert shop.pool.free == baseline
+    assert shop.residency.known("A") is None
+    assert shop.loader.loader.hosted == {"B"}
 
 
 def test_stats_tell_what_runs(shop: Shop) -> None:

@@ -55,7 +55,9 @@ async def delete_adapter(call: Call) -> AdapterView:
     """
     db, name = call.services.db, call.path("adapter")
     await lifecycle.delete_adapter(db, call.tenant.id, name, actor=call.actor)
-    return AdapterView.of(await adapters.get_adapter(db, call.tenant.id, name, deleted=True))
+    adapter = await adapters.get_adapter(db, call.tenant.id, name, deleted=True)
+    await call.services.engine.forget([version.digest for version in adapter.versions])
+    return AdapterView.of(adapter)
 
 
 @operation("POST", "/tenants/{tenant}/adapters/{adapter}/restore", Permission.WRITE)
@@ -93,7 +95,9 @@ async def delete_version(call: Call) -> VersionView:
     db, name, number = call.services.db, call.path("adapter"), number_of(call)
     await lifecycle.delete_version(db, call.tenant.id, name, number, actor=call.actor)
     adapter = await adapters.get_adapter(db, call.tenant.id, name, deleted=True)
-    return VersionView.of(find_version_of(adapter, number), adapter)
+    version = find_version_of(adapter, number)
+    await call.services.engine.forget([version.digest])
+    return VersionView.of(version, adapter)
 
 
 @operation("POST", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/restore", Permission.WRITE)

@@ -1,0 +1,126 @@
+"""Brings in adapters that nobody waits for: what operators keep, and what was used of late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from stencilpress.engine.activity import Activities
+from stencilpress.engine.adapters import Adapter, Adapters, Tier
+from stencilpress.engine.evictor import Evictor
+from stencilpress.engine.faults import Faults
+from stencilpress.engine.fetches import Fetches
+from stencilpress.engine.host import HostMemory
+from stencilpress.engine.kept import Kept
+from stencilpress.engine.plan import Page
+from stencilpress.engine.pool import Pool
+
+PREDICT_S = 1.0
+"""How often an adapter is brought back that nobody waits for."""
+SPARE_SHARE = 8
+"""Of the pool's pages the part that such adapters, and preloaded ones, leave free."""
+PIN_SHARE = 2
+"""Of the adapters' part of the pool the part that pinned ones may take."""
+NEWEST = 1 << 256
+"""Comes after every request in residency's order."""
+
+
+class Wishes:
+    """One adapter at a time. ``place`` orders a placement, in the middle of a change."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        adapters: Adapters,
+        activities: Activities,
+        faults: Faults,
+        host: HostMemory,
+        fetches: Fetches,
+        evictor: Evictor,
+        max_adapter_pages: int,
+        place: Callable[[Adapter, tuple[Page, ...]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._adapters = adapters
+        self._activities = activities
+        self._faults = faults
+        self._host = host
+        self._fetches = fetches
+        self._evictor = evictor
+        self._max_adapter_pages = max_adapter_pages
+        self._place = place
+        self._clock = clock
+        self._kept = Kept()
+        self._pinned_pages = 0
+        self._predict_at_s = clock() + PREDICT_S
+
+    def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
+        """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
+        before = self._kept.pinned
+        error = self._kept.say(gateway, pinned, preloaded)
+        for digest in before ^ self._kept.pinned:
+            adapter = self._adapters.get(digest)
+            if adapter is not None and adapter.tier is Tier.HBM:
+                with self._adapters.changing(adapter):
+                    self.pin(adapter)
+        return error
+
+    def pin(self, adapter: Adapter) -> None:
+        """Pin an adapter in the pool that is to be, if the part for such adapters has room; or no longer. In the middle
+        of a change."""
+        most = min(self._pool.total, self._max_adapter_pages) // PIN_SHARE
+        self._pinned_pages -= adapter.size if adapter.kept else 0
+        adapter.kept = adapter.digest in self._kept.pinned and self._pinned_pages + adapter.size <= most
+        self._pinned_pages += adapter.size if adapter.kept else 0
+
+    def pump(self) -> None:
+        """Nobody waits for a load: order one for an adapter that is kept, or likely to be wanted again."""
+        if not self._kept.wishes and self._clock() >= self._predict_at_s:
+            self._predict_at_s = self._clock() + PREDICT_S
+            self._predict()
+        while self._kept.wishes:
+            adapter = self._adapters.make(self._kept.wishes[0])
+            with self._adapters.changing(adapter):
+                under_way = self._advance(adapter)
+            if under_way:
+                return
+            self._kept.wishes.popleft()
+
+    def _advance(self, adapter: Adapter) -> bool:
+        """Bring an adapter nearer to the pool. False if it has arrived, or there is no room for it."""
+        if adapter.tier is Tier.DISK:
+            if self._faults.current(adapter.digest) or not self._has_host_room(adapter):
+                return False
+            self._fetches.order(adapter)
+        elif adapter.tier is Tier.HOST:
+            pages = self._pool.allocate(adapter.needs, adapter.digest) if self._has_pool_room(adapter) else None
+            if pages is None:
+                return False
+            self._place(adapter, pages)
+        return adapter.tier is not Tier.HBM
+
+    def _has_host_room(self, adapter: Adapter) -> bool:
+        """Others give way to what is to be pinned."""
+        pinned = adapter.digest in self._kept.pinned
+        return not self._host.full or (pinned and self._fetches.make_room(NEWEST, adapter.tenant))
+
+    def _has_pool_room(self, adapter: Adapter) -> bool:
+        if adapter.digest in self._kept.pinned:
+            return self._evictor.make_adapter_room(adapter, NEWEST, over=False)
+        roomy = self._pool.free >= adapter.needs + self._pool.total // SPARE_SHARE
+        return roomy and self._pool.adapter + adapter.needs <= self._max_adapter_pages
+
+    def _predict(self) -> None:
+        """Wish for the adapter used most of late that has left the pool."""
+        now_s = self._clock()
+        away = [
+            (uses, seen.digest)
+            for seen in self._activities
+            if (uses := seen.heat.at(now_s)) >= 1 and not seen.error and not self._in_pool(seen.digest)
+        ]
+        if away:
+            self._kept.wish(max(away)[1])
+
+    def _in_pool(self, digest: str) -> bool:
+        adapter = self._adapters.get(digest)
+        return adapter is not None and adapter.tier is Tier.HBM
