@@ -184,8 +184,10 @@ class Quotas:
         gone by then, all counts as reported."""
         try:
             await settlement.store.settle(settlement.ask, settlement.used, settlement.reported)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, asyncio.CancelledError) as error:
             self._settlements.append(replace(settlement, reported=max(settlement.used, settlement.reported)))
+            if isinstance(error, asyncio.CancelledError):
+                raise  # at shutdown: close() takes it from here
             await asyncio.sleep(RETRY_S)
 
     async def _renew_for_ever(self) -> None:
