@@ -87,7 +87,7 @@ def fuzzed(body: dict[str, Any], chance: random.Random) -> bytes:
     return data
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 async def test_bodies_that_mean_nothing_do_no_harm(gateway: Gateway) -> None:
     operator = await admin_client(gateway, "other", Role.OPERATOR)
     chosen = targets()
