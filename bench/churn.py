@@ -107,7 +107,7 @@ def disk_loader(bench: Bench, adapters_dir: Path) -> MakeLoader:
 
 
 class TimedLoader(RandomLoader):
-    """Times its placements by events on the stream of the copies."""
+    """Times its placements by events on the stream of the copies, what the host does before the first included."""
 
     spans_ms: list[float]
 

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from stencilpress.engine.copies import copy_pieces
 from stencilpress.engine.image import (
     AdapterError,
     Image,
@@ -157,22 +158,27 @@ class Loader:
 
     def _place(self, hosted: Hosted, pages: tuple[int, ...]) -> AdapterView:
         image, placed, memory = hosted.image, hosted.layout, self._memory
-        table = slice_table(image.header, placed, pages)
         table_offset = pages[placed.table_page] * memory.geometry.page_elems + placed.table_offset
         payload, width = torch.from_numpy(image.payload), memory.geometry.dtype_bytes
+        runs = [
+            (page * memory.geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width])
+            for page, run in zip(pages, placed.runs, strict=False)
+        ]
         with self._own_stream():
-            for page, run in zip(pages, placed.runs, strict=False):
-                self._copy(
-                    page * memory.geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width]
-                )
-            self._copy(table_offset * width, torch.from_numpy(table).view(torch.uint8))
+            try:
+                copy_pieces(self._pool_bytes, runs)
+                table = slice_table(image.header, placed, pages)  # while the copies run
+                copy_pieces(self._pool_bytes, [(table_offset * width, self._pinned(table))])
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
         if self._stream is not None:
-            self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
             return table_view(table, table_offset, memory.layers, memory.shapes)
         return adapter_view(memory.flat, table, table_offset, memory.layers, memory.shapes)
 
-    def _copy(self, start: int, source: Tensor) -> None:
-        self._pool_bytes[start : start + len(source)].copy_(source, non_blocking=True)
+    def _pinned(self, table: npt.NDArray[np.int64]) -> Tensor:
+        table_bytes = torch.from_numpy(table).view(torch.uint8)
+        return table_bytes if self._stream is None else table_bytes.pin_memory()
 
     def _own_stream(self) -> AbstractContextManager[object]:
         """Copies to an accelerator overlap the step that runs there."""

@@ -24,6 +24,7 @@ from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
 from stencilpress.kernels.attention.triton_decode import choose_splits
+from stencilpress.kernels.compile_ahead import compiling_only
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -118,12 +119,19 @@ class DecodeGraphs:
         """Rows of the largest graph."""
         return self._sizes[-1]
 
+    def compile(self) -> None:
+        """Compile each kernel that a step may need. Most are the largest size's; the other sizes find those made."""
+        for size in reversed(self._sizes):
+            with compiling_only():
+                for variant in self._possible(size):
+                    self._launch_one_layer(variant)
+
     def warm(self) -> None:
-        """Compile what any step may need, and capture what most do, largest first: their memory serves the others."""
+        """Load what any step may need, and capture what most do, largest first: their memory serves the others."""
         for size in reversed(self._sizes):
             with self._products.fastest(size):
                 for variant in self._possible(size):
-                    self._compile(variant)
+                    self._launch_one_layer(variant)
         torch.cuda.current_stream().synchronize()
         for size in reversed(self._sizes):
             for variant in self._common(size):
@@ -133,7 +141,7 @@ class DecodeGraphs:
         """Capture the largest size's graphs, for the memory that it takes. Returns how many :meth:`warm` captures."""
         for variant in self._common(self.largest):
             with self._products.fastest(self.largest):
-                self._compile(variant)
+                self._launch_one_layer(variant)
             self._graphs[variant] = self._captured(self._views(variant))
         return sum(1 for size in self._sizes for _ in self._common(size))
 
@@ -226,8 +234,8 @@ class DecodeGraphs:
         tables = self._tables_BP[:size]
         return _Graph(None, DeviceRows(tokens, positions, slots, lengths, tables, variant.splits, None, adapted), seats)
 
-    def _compile(self, variant: Variant) -> None:
-        """Compile and load a variant's kernels, by one layer of a step that changes nothing."""
+    def _launch_one_layer(self, variant: Variant) -> None:
+        """All kernels of a variant."""
         views = self._views(variant)
         _idle(views.rows)
         views.seats_B.fill_(self._feedback.idle)

@@ -24,6 +24,7 @@ from stencilpress.engine.model.triton_llama import TritonDecoder
 from stencilpress.engine.plan import Draw, RequestKey, Sampled, StepPlan
 from stencilpress.engine.sampler import draw, only_best, upload
 from stencilpress.engine.spec import ModelSpec
+from stencilpress.kernels.compile_ahead import compiling_only
 from stencilpress.kernels.sgmv.views import AdapterView
 
 REHEARSED = Sampling(temperature=1.0, top_p=0.9, logprobs=20)
@@ -91,6 +92,7 @@ class CudaRunner:
             return
         torch.cuda.synchronize()  # weights came on another stream
         with self._own_stream():
+            self._compile()
             self._eager.warm()
             self._graphs.warm()
         self._wait()
@@ -102,12 +104,18 @@ class CudaRunner:
         limits = self._limits
         torch.cuda.synchronize()
         with self._own_stream():
+            self._compile()
             self._eager.warm()
             graphs = self._graphs.rehearse()
             draws = [Draw(REHEARSED, [0], 1, n) for n in range(limits.seats)]
             logits_NV = self._eager.largest(limits.max_num_batched_tokens, len(draws), limits.max_loras, self._max_rank)
             draw(logits_NV, [(0, n) for n in range(len(draws))], draws).read()
         return graphs
+
+    def _compile(self) -> None:
+        with compiling_only():
+            self._eager.warm()
+        self._graphs.compile()
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""

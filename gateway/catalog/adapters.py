@@ -152,6 +152,7 @@ async def list_adapters(
 async def list_shared(db: Database, tenant_id: int) -> tuple[Adapter, ...]:
     """Adapters of others that a tenant may use, by name."""
     query = select(AdapterRow).join(ShareRow, ShareRow.adapter_id == AdapterRow.id)
+    query = query.join(TenantRow, TenantRow.id == AdapterRow.tenant_id).where(TenantRow.deleted_at.is_(None))
     query = query.where(ShareRow.tenant_id == tenant_id, AdapterRow.deleted_at.is_(None)).options(*_LOADED)
     async with db.read() as session:
         rows = await session.scalars(query)
@@ -210,7 +211,9 @@ def _usable_by(tenant_id: int) -> Select[AdapterRow]:
     """What a tenant may name in a request; its own first."""
     shared = select(ShareRow.adapter_id).where(ShareRow.tenant_id == tenant_id)
     mine = AdapterRow.tenant_id == tenant_id
-    query = select(AdapterRow).where(or_(mine, AdapterRow.id.in_(shared)), AdapterRow.deleted_at.is_(None))
+    query = select(AdapterRow).join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+    query = query.where(or_(mine, AdapterRow.id.in_(shared)), AdapterRow.deleted_at.is_(None))
+    query = query.where(TenantRow.deleted_at.is_(None))
     return query.order_by(case((mine, 0), else_=1)).limit(1)
 
 

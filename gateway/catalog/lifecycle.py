@@ -93,6 +93,7 @@ async def purge(db: Database, before: datetime, digests: frozenset[str]) -> int:
     async with db.write() as session:
         query = select(VersionRow).join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)
         query = query.where((VersionRow.deleted_at < before) | (AdapterRow.deleted_at < before))
+        query = query.order_by(VersionRow.adapter_id, VersionRow.number).with_for_update()  # others purge, or restore
         doomed = [row for row in await session.scalars(query) if row.digest in digests]
         for row in doomed:
             await _forget_pointers(session, row)
@@ -100,7 +101,7 @@ async def purge(db: Database, before: datetime, digests: frozenset[str]) -> int:
         await session.flush()
         has_versions = select(VersionRow.adapter_id)
         empty = select(AdapterRow).where(AdapterRow.deleted_at < before, AdapterRow.id.not_in(has_versions))
-        for adapter in list(await session.scalars(empty)):
+        for adapter in list(await session.scalars(empty.order_by(AdapterRow.id).with_for_update())):
             for table in _OWNED:
                 await session.execute(delete(table).where(table.adapter_id == adapter.id))
             await session.delete(adapter)

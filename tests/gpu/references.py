@@ -13,23 +13,30 @@ from transformers import AutoModelForCausalLM
 
 
 class Reference:
-    """A model folder, with an adapter or without: weights rounded to bfloat16, computed in float32 or in bfloat16."""
+    """A model folder, with an adapter or without: weights rounded to bfloat16, computed in float32 or in bfloat16.
+
+    Parameters alone are rounded: the rotary frequencies are a buffer, which the libraries keep in float32.
+    """
 
     def __init__(self, model_dir: Path, adapter_dir: Path | None) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers and PEFT warn of each other's deprecations
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.bfloat16, attn_implementation="eager"
-            )
-            if adapter_dir is not None:
-                model = PeftModel.from_pretrained(model, adapter_dir, autocast_adapter_dtype=False)
-        self._model = model.to("cuda", torch.bfloat16).eval()
+        self._models = {dtype: _load(model_dir, adapter_dir, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], dtype: torch.dtype) -> Tensor:
         """(T, V) float32."""
-        logits: Tensor = self._model.to(dtype)(torch.tensor([tokens], device="cuda")).logits[0].float()
+        logits: Tensor = self._models[dtype](torch.tensor([tokens], device="cuda")).logits[0].float()
         return logits
+
+
+def _load(model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers and PEFT warn of each other's deprecations
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+        if adapter_dir is not None:
+            model = PeftModel.from_pretrained(model, adapter_dir)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().to(dtype)
+    return model.to("cuda").eval()
 
 
 def relative(got: Tensor, want: Tensor) -> float:

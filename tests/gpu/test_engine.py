@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from bench.gpu_base import Base
 from bench.gpu_engine import GpuEngine, Run, Serving
 from stencilpress.engine.client import EngineClient
+from stencilpress.engine.copies import copy_pieces
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Loader
@@ -268,3 +269,19 @@ def test_the_process_serves_a_model_folder_and_its_adapters(tmp_path: Path) -> N
         reference = Reference(tmp_path / "model", None if adapter is None else tmp_path / adapter)
         assert len(answer) == 32
         assert check_greedy(reference, text, answer) <= 10
+
+
+@pytest.mark.parametrize("sizes", [[2 << 20, 4096, 8, 1 << 20], [16] * 300, [24]])
+def test_pieces_are_copied_to_their_places(sizes: list[int]) -> None:
+    """By the driver's one call and piece by piece; what lies between them is left alone."""
+    host = torch.randint(0, 255, (sum(sizes),), dtype=torch.uint8).pin_memory()
+    sources = torch.split(host, sizes)
+    starts = [2 * sum(sizes[:i]) + 16 for i in range(len(sizes))]
+    target = torch.full((2 * sum(sizes) + 64,), 255, dtype=torch.uint8, device=CUDA)
+    want = target.cpu()
+    for start, source in zip(starts, sources, strict=True):
+        want[start : start + len(source)] = source
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        copy_pieces(target, list(zip(starts, sources, strict=True)))
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(target.cpu(), want)

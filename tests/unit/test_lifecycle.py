@@ -31,7 +31,7 @@ from stencilpress.gateway.catalog.lifecycle import (
 )
 from stencilpress.gateway.catalog.records import AddedVersion, AliasTarget, Canary, NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, ModelNotFoundError, NotFoundError
@@ -188,6 +188,20 @@ async def test_a_deleted_adapter_is_gone_for_its_guests(db: Database, tenant: Te
         await Router(db, BASE, Changes(db)).resolve(guest.id, "helper")
     assert await purge(db, later(), await list_purgeable(db, later())) == 2
     assert (await add(db, guest, 8)).version.ref == "helper@1"
+
+
+async def test_a_deleted_tenant_lends_nothing(db: Database, tenant: Tenant) -> None:
+    guest = await create_tenant(db, "guest")
+    await share_adapter(db, tenant.id, "helper", "guest")
+    changes = Changes(db)
+    await changes.poll()
+    router = Router(db, BASE, changes)
+    assert (await router.resolve(guest.id, "helper")).echo == "helper@1"
+    await delete_tenant(db, "acme")
+    await changes.poll()
+    with pytest.raises(ModelNotFoundError):
+        await router.resolve(guest.id, "helper")
+    assert await list_shared(db, guest.id) == ()
 
 
 # --- what a version brings along -----------------------------------------------------------------------------
