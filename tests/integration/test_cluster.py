@@ -20,7 +20,7 @@ from bench.server import Server, serving
 from tests.integration.test_supervisor import command
 from tests.tiny import BASE_ID
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)  # two engines compile their kernels first
 
 
 @pytest.fixture(scope="module")
