@@ -248,17 +248,19 @@ async def answers(
             charge.close(opened.each)
             if opened.each:
                 metrics.inter_token.add(charge.meter.gaps, charge.meter.gaps_ms)
-                _count(services, generation, sum(answer.completion_tokens for answer in opened.each))
+                _count(services, generation, opened.each)
 
 
-def _count(services: Services, generation: Generation, completion_tokens: int) -> None:
+def _count(services: Services, generation: Generation, each: Sequence[Answer]) -> None:
+    """What was generated is the server's; what is of a tenant or in its log line is what went into answers."""
     metrics, prompt_tokens = services.metrics, generation.prompt_tokens
+    answer_tokens = sum(answer.answer_tokens for answer in each)
     metrics.prompt_tokens.inc(prompt_tokens)
-    metrics.completion_tokens.inc(completion_tokens)
-    metrics.tenants.add(generation.caller.tenant, prompt_tokens, completion_tokens)
+    metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in each))
+    metrics.tenants.add(generation.caller.tenant, prompt_tokens, answer_tokens)
     observed = CURRENT.get()
     observed.model, observed.adapter = generation.model, generation.route.adapter
-    observed.prompt_tokens, observed.completion_tokens = prompt_tokens, completion_tokens
+    observed.prompt_tokens, observed.completion_tokens = prompt_tokens, answer_tokens
 
 
 async def _submit(services: Services, submit: Submit, index: int, rules: TextRules) -> Answer:

@@ -73,6 +73,14 @@ async def test_a_request_is_one_line_with_what_it_cost(gateway: Gateway, lines: 
     assert gateway.key not in lines.getvalue()
 
 
+async def test_what_a_stop_string_cuts_off_is_not_the_tenants(gateway: Gateway, lines: io.StringIO) -> None:
+    asked = {"model": "base", "prompt": "abXY", "stop": ["X"], "max_tokens": 50, "ignore_eos": True}
+    _, answer = await gateway.post("/v1/completions", asked)
+    [line] = parsed(lines, "stencilpress.access")
+    [(_, counted)] = (await scrape(gateway))["stencilpress_tenant_completion_tokens_total"]
+    assert line["completion_tokens"] == counted == answer["usage"]["completion_tokens"] < 50
+
+
 async def test_a_failure_is_logged_under_the_requests_id(
     gateway: Gateway, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
