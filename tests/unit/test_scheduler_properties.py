@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from tests.unit.simulator import VOCAB, Client, Engine
 EXAMPLES = 20
 STEPS = 5_000
 """Of each example: 100,000 in all for each property."""
+
+pytestmark = pytest.mark.timeout(300)  # ten seconds or so on a quiet machine
 
 
 @dataclass(frozen=True)
