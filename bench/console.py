@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib
 import json
 import os
@@ -141,6 +142,8 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
             cases = [case for one in OPERATIONS for case in _cases(one)]
             await _fill(url, counts)
             token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
+            gc.collect()
+            gc.freeze()  # as a gateway's process does once it is set up
             return [await _one(gateway, token, case, given.rounds, counts) for case in cases]
 
 
