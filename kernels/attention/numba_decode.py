@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stencilpress.kernels.norm.numba_rms_norm import norm_row
 from stencilpress.kernels.numba_bits import exp, inline, jit, narrow, widen
 
 
@@ -31,25 +32,13 @@ def rotate_and_write(
             x_D = qkv_TX[t, start : start + head_dim]
             norm_D = q_norm_D if start < kv_start else k_norm_D
             if norm_D.shape[0]:
-                _norm(x_D, norm_D, eps)
+                norm_row(x_D, norm_D, eps, x_D)
             _rotate(x_D, cos_D, sin_D)
         k_start = (rows_T[t] + first_row) * kv_size
         v_start = k_start + page_tokens * kv_size
         for i in range(kv_size):
             pool_E[k_start + i] = qkv_TX[t, kv_start + i]
             pool_E[v_start + i] = qkv_TX[t, kv_start + kv_size + i]
-
-
-@inline
-def _norm(x_D, weight_D, eps):
-    total = np.float32(0)
-    for i in range(x_D.shape[0]):
-        value = widen(x_D[i])
-        total += value * value
-    inverse = np.float32(1) / np.sqrt(total / np.float32(x_D.shape[0]) + np.float32(eps))
-    for i in range(x_D.shape[0]):
-        normed = narrow(widen(x_D[i]) * inverse, x_D)
-        x_D[i] = narrow(widen(normed) * widen(weight_D[i]), x_D)
 
 
 @inline
