@@ -76,6 +76,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
+    alert_webhook_url: str = ""
+    """Where all alerts are sent, in the format of Alertmanager's webhooks; empty: nowhere but to tenants' own."""
+    alert_webhook_secret: str = ""
+    """Signs what is sent there, as Standard Webhooks says."""
+    alert_private_webhooks: bool = False
+    """Whether tenants' webhooks may have addresses inside this network."""
+    alert_every_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """How often alert rules are evaluated."""
     log_format: LogFormat = "text"
     otlp_endpoint: str = ""
     """Collector of traces that speaks OTLP over HTTP, such as ``http://collector:4318``."""

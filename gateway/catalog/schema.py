@@ -13,6 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
+from stencilpress.gateway.catalog import alert_models as _alert_models  # noqa: F401 - its tables are of the schema
 from stencilpress.gateway.catalog.session import Database
 
 

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import ADMIN_PREFIX
-from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads, usage
+from stencilpress.gateway.api.admin import adapters, alerts, aliases, audit, catalog, keys, tenants, uploads, usage
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
 from stencilpress.gateway.api.admin.operation import JSON
@@ -18,6 +18,7 @@ OPERATIONS = (
     *aliases.OPERATIONS,
     *uploads.OPERATIONS,
     *usage.OPERATIONS,
+    *alerts.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )
