@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -109,3 +110,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""
+
+    @property
+    def data_folder(self) -> Path:
+        """Where adapters lie, or at least the engine's socket."""
+        return Path(self.adapters_dir or self.engine_socket).parent

@@ -48,8 +48,13 @@ def is_public(address: str) -> bool:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    inner = _wrapped(ip)
-    return ip.is_global and not ip.is_multicast and (inner is None or is_public(str(inner)))
+    if isinstance(ip, IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        inner = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.sixtofour
+        if inner is not None and not is_public(str(inner)):
+            return False
+    return ip.is_global and not ip.is_multicast
 
 
 class PublicResolver(AbstractResolver):
@@ -69,15 +74,6 @@ class PublicResolver(AbstractResolver):
 
     async def close(self) -> None:
         await self._system.close()
-
-
-def _wrapped(ip: IPv4Address | IPv6Address) -> IPv4Address | None:
-    """The IPv4 address that an IPv6 one leads to."""
-    if isinstance(ip, IPv4Address):
-        return None
-    if ip in _NAT64:
-        return IPv4Address(int(ip) & 0xFFFFFFFF)
-    return ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
 
 
 def _is_written_out(host: str) -> bool:

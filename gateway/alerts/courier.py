@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from types import TracebackType
+from typing import Any
 
 import aiohttp
+import msgspec
 from yarl import URL
 
 from stencilpress import __version__
 from stencilpress.gateway.alerts.addresses import ForbiddenAddressError, PublicResolver, check_url
+from stencilpress.gateway.alerts.notification import signed
 from stencilpress.gateway.errors import InvalidRequestError
 
 LIMIT_S = 10.0
@@ -69,6 +73,12 @@ class Courier:
         return aiohttp.ClientSession(
             connector=connector, headers=headers, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
         )
+
+
+async def send(courier: Courier, url: str, secret: str, message_id: str, message: Any, *, trusted: bool) -> str:
+    """Sign and post one message; "" or why it was not taken."""
+    body = msgspec.json.encode(message)
+    return await courier.post(url, body, signed(secret, message_id, datetime.now(UTC), body), trusted=trusted)
 
 
 def _reason(error: BaseException) -> str:

@@ -122,9 +122,8 @@ def _kept(seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]) -
         groups[subject.kind, subject.tenant_id].append(subject)
     kept: dict[Subject, Measured] = {}
     for (kind, _), subjects in groups.items():
-        if len(subjects) > MAX_OPEN:
-            subjects = _worst(kind, subjects, seen, open_)
-        kept.update({subject: seen[subject] for subject in subjects})
+        some = subjects if len(subjects) <= MAX_OPEN else _worst(kind, subjects, seen, open_)
+        kept.update({subject: seen[subject] for subject in some})
     return kept
 
 

@@ -63,15 +63,25 @@ QUERIES = (
         lambda _: f"increase(stencilpress_engine_adapter_failures_total{_W}) > 0",
         "{{ $value | humanize }} loads failed on engine {{ $labels.engine }}",
     ),
-    _Query(
-        Kind.QUOTA_ALMOST_SPENT,
-        lambda _: (
-            'sum by (dimension) (increase(stencilpress_quota_refusals_total{dimension=~"tokens_per_(day|month)"}'
-            f"{_W})) > 0"
-        ),
-        "{{ $value | humanize }} requests refused by {{ $labels.dimension }}",
+)
+
+
+_BUDGETS = 'stencilpress_quota_refusals_total{dimension=~"tokens_per_(day|month)"}'
+_ALONE = (
+    (
+        "StencilpressGatewayDown",
+        "stencilpress_gateway_up == 0",
+        "Gateway is down: {{ $labels.gateway }}",
+        "A gateway does not answer the others within half a second",
+    ),
+    (
+        "StencilpressQuotaSpent",
+        f"sum by (dimension) (increase({_BUDGETS}{_W})) > 0",
+        "Quota is spent: {{ $value | humanize }} requests refused by {{ $labels.dimension }}",
+        "Requests are refused because the tokens of a tenant's day or month are spent",
     ),
 )
+"""What only Prometheus is told of: a name, an expression, a summary, a description."""
 
 
 def rules_file(rules: Rules) -> str:
@@ -88,10 +98,8 @@ def _lines(rules: Rules) -> Iterator[str]:
         rule = rules.of(query.kind, Place())
         if rule.enabled:
             yield from _rule(query, rule)
-    yield from _item("StencilpressGatewayDown", "stencilpress_gateway_up == 0", 20, 20, "critical", {
-        "summary": "Gateway is down: {{ $labels.gateway }}",
-        "description": "A gateway does not answer the others within half a second",
-    })  # fmt: skip
+    for name, expr, summary, description in _ALONE:
+        yield from _item(name, expr, 20, 60, "warning", {"summary": summary, "description": description})
 
 
 def _rule(query: _Query, rule: Rule) -> Iterator[str]:

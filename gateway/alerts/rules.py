@@ -79,7 +79,7 @@ class Definition:
     falls: bool
     summary: str
     rule: Rule
-    most: float
+    most: float = 1.0
     slack: float = 0.1
     """The clear line lies this share of the threshold on the good side, so a value on the line does not flap."""
 
@@ -97,67 +97,97 @@ class Definition:
         return value <= rule.threshold * (1 - self.slack)
 
 
-def _traffic(threshold: float, severity: Severity = Severity.WARNING) -> Rule:
-    return Rule(enabled=True, threshold=threshold, for_s=300, clear_s=300, min_requests=50, severity=severity)
+def _traffic(threshold: float, severity: Severity, min_requests: int = 50) -> Rule:
+    return Rule(True, threshold, for_s=300, clear_s=300, min_requests=min_requests, severity=severity)
 
 
 def _state(threshold: float, severity: Severity, for_s: int = 0, clear_s: int = 60) -> Rule:
-    return Rule(enabled=True, threshold=threshold, for_s=for_s, clear_s=clear_s, min_requests=0, severity=severity)
+    return Rule(True, threshold, for_s=for_s, clear_s=clear_s, min_requests=0, severity=severity)
 
 
 _DAY_MS = 86_400_000.0
-_PB = float(1 << 50)
+_PIB = float(1 << 50)
+
+
+def _spending(kind: Kind, share: float, severity: Severity) -> Definition:
+    text = "Share of the tokens of the day or the month that is spent"
+    return Definition(kind, Scope.TENANT, Unit.SHARE, False, text, _state(share, severity), slack=0.02)
+
+
+def _event(kind: Kind, scope: Scope, text: str, rule: Rule) -> Definition:
+    return Definition(kind, scope, Unit.EVENT, False, text, rule)
+
+
+_WARNING, _CRITICAL = Severity.WARNING, Severity.CRITICAL
 
 DEFINITIONS: Mapping[Kind, Definition] = {
     one.kind: one
     for one in (
         Definition(
-            Kind.HIT_RATE_LOW, Scope.ADAPTER, Unit.SHARE, True,
-            "Share of requests that found their adapter loaded", _traffic(0.7), 1.0,
+            Kind.HIT_RATE_LOW,
+            Scope.ADAPTER,
+            Unit.SHARE,
+            True,
+            "Share of requests that found their adapter loaded",
+            _traffic(0.7, _WARNING),
         ),
         Definition(
-            Kind.COLD_START_SLOW, Scope.ADAPTER, Unit.MS, False,
+            Kind.COLD_START_SLOW,
+            Scope.ADAPTER,
+            Unit.MS,
+            False,
             "99th percentile of the time that requests waited for their adapter to be loaded",
-            Rule(True, 10_000.0, 300, 300, 10, Severity.WARNING), _DAY_MS,
+            _traffic(10_000.0, _WARNING, min_requests=10),
+            _DAY_MS,
         ),
         Definition(
-            Kind.FIRST_TOKEN_SLOW, Scope.ADAPTER, Unit.MS, False,
-            "99th percentile of the time to the first token; the threshold is the objective", _traffic(5_000.0), _DAY_MS,
+            Kind.FIRST_TOKEN_SLOW,
+            Scope.ADAPTER,
+            Unit.MS,
+            False,
+            "99th percentile of the time to the first token",
+            _traffic(5_000.0, _WARNING),
+            _DAY_MS,
         ),
         Definition(
-            Kind.ERRORS_HIGH, Scope.ADAPTER, Unit.SHARE, False,
-            "Share of requests that ended in an error", _traffic(0.05, Severity.CRITICAL), 1.0,
+            Kind.ERRORS_HIGH,
+            Scope.ADAPTER,
+            Unit.SHARE,
+            False,
+            "Share of requests that ended in an error",
+            _traffic(0.05, _CRITICAL),
+        ),
+        _spending(Kind.QUOTA_NEAR, 0.8, _WARNING),
+        _spending(Kind.QUOTA_ALMOST_SPENT, 0.95, _CRITICAL),
+        _event(
+            Kind.ENGINE_DOWN, Scope.INSTALLATION, "An engine does not answer", _state(0.5, _CRITICAL, 20, clear_s=20)
         ),
         Definition(
-            Kind.QUOTA_NEAR, Scope.TENANT, Unit.SHARE, False,
-            "Share of the tokens of the day or the month that is spent", _state(0.8, Severity.WARNING), 1.0, slack=0.02,
+            Kind.DISK_SHARE_LOW,
+            Scope.INSTALLATION,
+            Unit.SHARE,
+            True,
+            "Free share of the disk of the data folder",
+            _state(0.05, _WARNING, 60),
         ),
         Definition(
-            Kind.QUOTA_ALMOST_SPENT, Scope.TENANT, Unit.SHARE, False,
-            "Share of the tokens of the day or the month that is spent", _state(0.95, Severity.CRITICAL), 1.0, slack=0.02,
+            Kind.DISK_BYTES_LOW,
+            Scope.INSTALLATION,
+            Unit.BYTES,
+            True,
+            "Free bytes on the disk of the data folder",
+            _state(2.0 * (1 << 30), _CRITICAL),
+            _PIB,
         ),
-        Definition(
-            Kind.ENGINE_DOWN, Scope.INSTALLATION, Unit.EVENT, False,
-            "An engine does not answer", _state(0.5, Severity.CRITICAL, for_s=20, clear_s=20), 1.0,
-        ),
-        Definition(
-            Kind.DISK_SHARE_LOW, Scope.INSTALLATION, Unit.SHARE, True,
-            "Free share of the disk of the data folder", _state(0.05, Severity.WARNING, for_s=60), 1.0,
-        ),
-        Definition(
-            Kind.DISK_BYTES_LOW, Scope.INSTALLATION, Unit.BYTES, True,
-            "Free bytes on the disk of the data folder", _state(float(2 << 30), Severity.CRITICAL), _PB,
-        ),
-        Definition(
-            Kind.ADAPTER_CORRUPT, Scope.ADAPTER, Unit.EVENT, False,
-            "A version cannot be loaded", _state(0.5, Severity.CRITICAL), 1.0,
-        ),
-        Definition(
-            Kind.CANARY_ROLLED_BACK, Scope.ADAPTER, Unit.EVENT, False,
-            "A canary was worse than its guard allows and was taken back", _state(0.5, Severity.WARNING, clear_s=0), 1.0,
+        _event(Kind.ADAPTER_CORRUPT, Scope.ADAPTER, "A version cannot be loaded", _state(0.5, _CRITICAL)),
+        _event(
+            Kind.CANARY_ROLLED_BACK,
+            Scope.ADAPTER,
+            "A canary was worse than its guard allows and was taken back",
+            _state(0.5, _WARNING, clear_s=0),
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -17,13 +16,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import msgspec
-
 from stencilpress.engine.messages import MAX_ADAPTERS_SHOWN
-from stencilpress.gateway.alerts.courier import Courier
+from stencilpress.gateway.alerts.courier import Courier, send
 from stencilpress.gateway.alerts.evaluate import Readings, Traffic, evaluate
 from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, Subject
-from stencilpress.gateway.alerts.notification import signed
 from stencilpress.gateway.alerts.rules import Kind
 from stencilpress.gateway.catalog import alert_outbox, alerts
 from stencilpress.gateway.catalog.alert_outbox import OPERATOR, Delivery, Webhook
@@ -31,6 +27,7 @@ from stencilpress.gateway.catalog.alert_readings import read_damaged, read_quota
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.exposition import Disk
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SideLoop
 
@@ -42,6 +39,8 @@ MAX_RECEIVERS = 32
 """Receivers that are sent to at once."""
 ROUND_S = 10.0
 """A round of deliveries begins nothing new after so long, to end within its lease."""
+
+_DISK_KINDS = frozenset({Kind.DISK_SHARE_LOW, Kind.DISK_BYTES_LOW})
 
 OnMain = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
 
@@ -81,8 +80,9 @@ class Watch:
     async def _read(self, now: datetime, least_requests: int) -> Readings:
         traffic: dict[tuple[int, str], Traffic] = await read_traffic(self._db, now, least_requests)
         facts = {**await self._known_quotas(now), **await self._engine_facts()}
-        disk, unknown = await asyncio.to_thread(_disk, self._folder)
-        return Readings(traffic, {**facts, **disk}, unknown)
+        disk = await asyncio.to_thread(Disk.of, self._folder)
+        unknown = _DISK_KINDS if disk is None else frozenset()
+        return Readings(traffic, {**facts, **_disk_facts(disk)}, unknown)
 
     async def _known_quotas(self, now: datetime) -> dict[Subject, Measured]:
         read_at, known = self._quotas
@@ -145,7 +145,9 @@ class Postman:
         if hook is None:
             error = "there is no webhook any more"
         else:
-            error = await send(self._courier, hook, f"msg_{delivery.id}", delivery.body, trusted=trusted)
+            error = await send(
+                self._courier, hook.url, hook.secret, f"msg_{delivery.id}", delivery.body, trusted=trusted
+            )
         if not error:
             await alert_outbox.delivered(self._db, delivery.id)
             return True
@@ -154,22 +156,11 @@ class Postman:
         return False
 
 
-async def send(courier: Courier, hook: Webhook, message_id: str, message: Any, *, trusted: bool) -> str:
-    """Sign and post one message; "" or why it was not taken."""
-    body = msgspec.json.encode(message)
-    return await courier.post(hook.url, body, signed(hook.secret, message_id, datetime.now(UTC), body), trusted=trusted)
-
-
 def operator_webhook(settings: GatewaySettings) -> Webhook | None:
     """The webhook of the settings."""
     if not settings.alert_webhook_url:
         return None
     return Webhook(settings.alert_webhook_url, settings.alert_webhook_secret, datetime.fromtimestamp(0, UTC))
-
-
-def data_folder(settings: GatewaySettings) -> Path:
-    """Where adapters lie, or at least the engine's socket."""
-    return Path(settings.adapters_dir or settings.engine_socket).parent
 
 
 @asynccontextmanager
@@ -184,7 +175,7 @@ async def alerting(settings: GatewaySettings, engines: Engines) -> AsyncIterator
     async with SideLoop() as behind:
         db = Database(settings.database_url)
         courier = await behind.call(_courier(settings))
-        watch = Watch(db, engines, data_folder(settings), operator=hook is not None, on_main=on_main)
+        watch = Watch(db, engines, settings.data_folder, operator=hook is not None, on_main=on_main)
         jobs: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
             ("alert-watch", settings.alert_every_s, watch.look),
             ("alert-delivery", DELIVER_S, Postman(db, courier, hook).deliver),
@@ -208,17 +199,14 @@ async def _wind_up(behind: SideLoop, courier: Courier, db: Database) -> None:
     await db.close()
 
 
-def _disk(folder: Path) -> tuple[dict[Subject, Measured], frozenset[Kind]]:
-    """The room on a disk, and which kinds cannot be judged now."""
-    try:
-        room = shutil.disk_usage(folder)
-    except OSError:
-        return {}, frozenset({Kind.DISK_SHARE_LOW, Kind.DISK_BYTES_LOW})
-    note = f"{room.free / (1 << 30):.1f} of {room.total / (1 << 30):.1f} GiB are free"
+def _disk_facts(disk: Disk | None) -> dict[Subject, Measured]:
+    if disk is None:
+        return {}
+    note = f"{disk.free / (1 << 30):.1f} of {disk.total / (1 << 30):.1f} GiB are free"
     return {
-        Subject(Kind.DISK_SHARE_LOW): Measured(room.free / room.total if room.total else 1.0, note),
-        Subject(Kind.DISK_BYTES_LOW): Measured(float(room.free), note),
-    }, frozenset()
+        Subject(Kind.DISK_SHARE_LOW): Measured(disk.free / max(disk.total, 1), note),
+        Subject(Kind.DISK_BYTES_LOW): Measured(float(disk.free), note),
+    }
 
 
 def _log(incident: Incident) -> None:

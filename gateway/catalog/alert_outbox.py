@@ -5,6 +5,7 @@ They are sent in their order, each until it was taken: at least once, so receive
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sqlalchemy import delete, func, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.alerts.incidents import Moves
+from stencilpress.gateway.alerts.incidents import Incident, Moves
 from stencilpress.gateway.alerts.notification import notifications
 from stencilpress.gateway.catalog.alert_models import DeliveryRow, WebhookRow
 from stencilpress.gateway.catalog.alerts import apply_moves, tenant_names
 from stencilpress.gateway.catalog.aliases import locked_tenant
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.errors import NotFoundError
+from stencilpress.gateway.errors import InvalidRequestError, NotFoundError
 
 OPERATOR = 0
 """The operator's webhook among receivers; tenants' ids begin at 1."""
@@ -34,6 +36,10 @@ KEPT = timedelta(days=7)
 """How long what was sent or given up can be looked at."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 10.0, 600.0
 _MAX_ERROR_CHARS = 200
+_NONE = "webhook: there is none"
+SECRET_CHARS = range(16, 201)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +65,29 @@ class Delivery:
     error: str
 
 
-async def get_webhook(db: Database, tenant_id: int) -> Webhook:
-    """Raises :class:`NotFoundError` if there is none."""
+async def find_webhook(db: Database, tenant_id: int) -> Webhook | None:
+    """Where a tenant's alerts go; None: nowhere."""
     async with db.read() as session:
-        return _webhook_of(await session.get(WebhookRow, tenant_id))
+        row = await session.get(WebhookRow, tenant_id)
+        return None if row is None else _webhook_of(row)
+
+
+async def get_webhook(db: Database, tenant_id: int) -> Webhook:
+    """As :func:`find_webhook`. Raises :class:`NotFoundError` if there is none."""
+    found = await find_webhook(db, tenant_id)
+    if found is None:
+        raise NotFoundError(_NONE, param="webhook")
+    return found
 
 
 async def set_webhook(db: Database, tenant_id: int, url: str, secret: str | None, *, actor: Actor = SYSTEM) -> Webhook:
-    """Send a tenant's alerts there; None keeps the secret, "" takes it away. What waits is tried at once."""
+    """Send a tenant's alerts there; None keeps the secret, "" takes it away. What waits is tried at once.
+
+    The address is the caller's to check. Raises :class:`InvalidRequestError` for a secret that is too short or long.
+    """
+    if secret and len(secret) not in SECRET_CHARS:
+        text = f"must have {SECRET_CHARS.start} to {SECRET_CHARS.stop - 1} characters, has {len(secret)}"
+        raise InvalidRequestError(f"secret: {text}", param="secret")
     async with db.write() as session:
         tenant = await locked_tenant(session, tenant_id)
         row = await session.get(WebhookRow, tenant_id)
@@ -90,7 +111,7 @@ async def remove_webhook(db: Database, tenant_id: int, *, actor: Actor = SYSTEM)
         tenant = await locked_tenant(session, tenant_id)
         row = await session.get(WebhookRow, tenant_id)
         if row is None:
-            raise NotFoundError("webhook: there is none", param="webhook")
+            raise NotFoundError(_NONE, param="webhook")
         audit(session, actor, "alert_webhook.remove", Target("alert_webhook", tenant.name, tenant_id), _facts(row))
         await session.delete(row)
         await session.execute(delete(DeliveryRow).where(*_waiting(tenant_id)))
@@ -103,9 +124,13 @@ async def record(db: Database, moves: Moves, *, operator: bool) -> None:
     """
     if not moves.changed and not moves.dropped:
         return
-    async with db.write() as session:
-        await apply_moves(session, moves)
-        await _enqueue(session, moves, operator=operator)
+    try:
+        async with db.write() as session:
+            moved = await apply_moves(session, moves)
+            told = [one for one in (*moves.fired, *moves.resolved) if one.subject in moved]
+            await _enqueue(session, told, operator=operator)
+    except IntegrityError:  # a gateway that has lost its lease was at it at the same time, and was first
+        logger.info("another gateway has written the same alerts")
 
 
 async def due_deliveries(db: Database, now: datetime, limit: int) -> list[tuple[Delivery, Webhook | None]]:
@@ -159,8 +184,7 @@ async def purge_deliveries(db: Database, before: datetime) -> None:
         await session.execute(delete(DeliveryRow).where(DeliveryRow.state != "waiting", DeliveryRow.done_at < before))
 
 
-async def _enqueue(session: AsyncSession, moves: Moves, *, operator: bool) -> None:
-    told = (*moves.fired, *moves.resolved)
+async def _enqueue(session: AsyncSession, told: Sequence[Incident], *, operator: bool) -> None:
     tenants = {one.subject.tenant_id for one in told if one.subject.tenant_id is not None}
     names = await tenant_names(session, tenants)
     bodies = [(OPERATOR, body) for body in notifications(told, names, "operator")] if operator else []
@@ -193,9 +217,7 @@ def _facts(row: WebhookRow) -> dict[str, Any]:
     return {"host": urlsplit(row.url).netloc, "signed": bool(row.secret)}
 
 
-def _webhook_of(row: WebhookRow | None) -> Webhook:
-    if row is None:
-        raise NotFoundError("webhook: there is none", param="webhook")
+def _webhook_of(row: WebhookRow) -> Webhook:
     return Webhook(row.url, row.secret, row.updated_at)
 
 

@@ -23,6 +23,7 @@ from stencilpress.gateway.errors import ConflictError, NotFoundError
 HISTORY = timedelta(days=90)
 """How long resolved incidents are kept."""
 _MAX_NOTE_CHARS = 300
+_BATCH = 500
 _FIELDS = tuple(one.name for one in fields(RuleChange))
 
 
@@ -84,22 +85,26 @@ async def open_incidents(db: Database) -> dict[Subject, Incident]:
     return {one.subject: one for one in found}
 
 
-async def apply_moves(session: AsyncSession, moves: Moves) -> None:
-    """Write what an evaluation changed; the caller's transaction holds what is to be sent as well."""
-    subjects = {subject.fingerprint: subject for subject in (*moves.changed, *moves.dropped)}
-    open_ = IncidentRow.state != State.RESOLVED.value
-    rows = await session.scalars(select(IncidentRow).where(open_, IncidentRow.fingerprint.in_(subjects)))
-    known = {row.fingerprint: row for row in rows}
+async def apply_moves(session: AsyncSession, moves: Moves) -> set[Subject]:
+    """Write what an evaluation changed; the caller's transaction holds what is to be sent as well.
+
+    Returns whose state is another now: somebody else may have come to the same before.
+    """
+    known = await _open_rows(session, [one.fingerprint for one in (*moves.changed, *moves.dropped)])
+    moved: set[Subject] = set()
     for subject in moves.dropped:
         if subject.fingerprint in known:
             await session.delete(known[subject.fingerprint])
     for subject, incident in moves.changed.items():
         row = known.get(subject.fingerprint)
         if row is None:
-            row = IncidentRow(fingerprint=subject.fingerprint, **_subject_columns(subject))
+            row = IncidentRow(fingerprint=subject.fingerprint, state="", **_subject_columns(subject))
             session.add(row)
+        if row.state != incident.state.value:
+            moved.add(subject)
         _write(row, incident)
     await session.flush()
+    return moved
 
 
 async def purge_incidents(db: Database, before: datetime) -> int:
@@ -172,6 +177,15 @@ async def tenant_names(session: AsyncSession, ids: set[int]) -> dict[int, str]:
     """The names that notifications show."""
     rows = await session.execute(select(TenantRow.id, TenantRow.name).where(TenantRow.id.in_(ids)))
     return {row.id: row.name for row in rows}
+
+
+async def _open_rows(session: AsyncSession, fingerprints: Sequence[str]) -> dict[str, IncidentRow]:
+    found: dict[str, IncidentRow] = {}
+    for start in range(0, len(fingerprints), _BATCH):
+        some = IncidentRow.fingerprint.in_(fingerprints[start : start + _BATCH])
+        query = select(IncidentRow).where(IncidentRow.state != State.RESOLVED.value, some).with_for_update()
+        found.update({row.fingerprint: row for row in await session.scalars(query)})
+    return found
 
 
 def _with_tenant() -> Any:

@@ -63,14 +63,34 @@ VERBS = {
     "pin_adapter": "adapter pin",
     "unpin_adapter": "adapter unpin",
     "preload_adapter": "adapter preload",
+    "list_alerts": "alert list",
+    "list_tenant_alerts": "alert list",
+    "acknowledge_alert": "alert ack",
+    "acknowledge_tenant_alert": "alert ack",
+    "list_alert_rules": "alert rules",
+    "list_tenant_alert_rules": "alert rules",
+    "set_alert_rule": "alert set-rule",
+    "set_tenant_alert_rule": "alert set-rule",
+    "set_adapter_alert_rule": "alert set-rule",
+    "reset_alert_rule": "alert reset-rule",
+    "reset_tenant_alert_rule": "alert reset-rule",
+    "reset_adapter_alert_rule": "alert reset-rule",
+    "get_alert_webhook": "alert webhook",
+    "set_alert_webhook": "alert set-webhook",
+    "remove_alert_webhook": "alert remove-webhook",
+    "try_alert_webhook": "alert test-webhook",
+    "get_prometheus_rules": "alert prometheus-rules",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
-"""The command has no key to tell of, and takes files as a whole."""
+WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"} | {
+    "get_operator_webhook",
+    "try_operator_webhook",
+}
+"""The command has no key to tell of, takes files as a whole, and does not know a gateway's settings."""
 
 Cli = Callable[..., Any]
 

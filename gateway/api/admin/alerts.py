@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from aiohttp import web
@@ -10,12 +9,11 @@ from msgspec import UNSET, Meta
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.alerts.addresses import check_url
-from stencilpress.gateway.alerts.courier import Courier
 from stencilpress.gateway.alerts.incidents import State
-from stencilpress.gateway.alerts.notification import trial
 from stencilpress.gateway.alerts.prometheus import MEDIA_TYPE, rules_file
 from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules, Scope
-from stencilpress.gateway.alerts.watch import operator_webhook, send
+from stencilpress.gateway.alerts.trial import try_webhook
+from stencilpress.gateway.alerts.watch import operator_webhook
 from stencilpress.gateway.api.admin.alert_views import (
     AlertView,
     NewWebhook,
@@ -123,10 +121,7 @@ async def reset_adapter_alert_rule(call: Call) -> RuleView:
 async def get_alert_webhook(call: Call) -> WebhookView:
     """Where a tenant's alerts are sent, with the last notifications."""
     db, tenant_id = call.services.db, call.tenant.id
-    try:
-        hook: Webhook | None = await alert_outbox.get_webhook(db, tenant_id)
-    except NotFoundError:
-        hook = None
+    hook = await alert_outbox.find_webhook(db, tenant_id)
     return WebhookView.of(hook, await alert_outbox.list_deliveries(db, tenant_id))
 
 
@@ -217,10 +212,8 @@ async def _view(call: Call, kind: Kind, place: Place) -> RuleView:
 
 
 async def _try(call: Call, hook: Webhook, receiver: str, *, trusted: bool) -> Trial:
-    now = datetime.now(UTC)
-    async with Courier(private=call.services.settings.alert_private_webhooks) as courier:
-        message_id = f"msg_test_{int(now.timestamp() * 1000)}"
-        error = await send(courier, hook, message_id, trial(receiver, now), trusted=trusted)
+    private = call.services.settings.alert_private_webhooks
+    error = await try_webhook(hook, receiver, private=private, trusted=trusted)
     return Trial(delivered=not error, error=error)
 
 
