@@ -15,6 +15,8 @@ from stencilpress.gateway.access import MAX_SCOPES, Role
 from stencilpress.gateway.catalog.limits import MAX_BYTES, MAX_COUNT, flat
 from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant
 from stencilpress.gateway.keys import MAX_LABEL_CHARS, MAX_OVERLAP, IssuedKey
+from stencilpress.gateway.quota.plan import Quota
+from stencilpress.gateway.quota.terms import DIMENSIONS, Levels
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -92,6 +94,30 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
             deleted_at=one.deleted_at,
             **flat(one.limits),
         )
+
+
+class Level(msgspec.Struct, frozen=True):
+    """Of one dimension. `used` includes what running requests have reserved; null is not counted. Null is no limit."""
+
+    used: int | None
+    limit: int | None
+
+
+class QuotaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant uses now, beside its limits."""
+
+    concurrent_streams: Level
+    requests_per_minute: Level
+    tokens_per_minute: Level
+    tokens_per_day: Level
+    tokens_per_month: Level
+    time_zone: str
+    shadow: bool
+
+    @classmethod
+    def of(cls, quota: Quota, levels: Levels) -> QuotaView:
+        pairs = {name: Level(getattr(levels, name), getattr(quota, name)) for name in DIMENSIONS}
+        return cls(**pairs, time_zone=quota.time_zone, shadow=quota.shadow)
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
