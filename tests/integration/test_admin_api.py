@@ -295,4 +295,6 @@ async def test_the_quota_says_what_is_used_beside_the_limits(gateway: Gateway, o
     assert quota["concurrent_streams"] == {"used": 0, "limit": 3}
     assert quota["tokens_per_day"] == {"used": answer.usage.total_tokens, "limit": 1000}
     assert quota["tokens_per_month"] == {"used": answer.usage.total_tokens, "limit": None}
+    assert quota["adapters"]["used"] > 0
+    assert quota["stored_bytes"]["used"] > 0
     assert (quota["time_zone"], quota["shadow"]) == ("Asia/Tokyo", False)

@@ -10,6 +10,7 @@ from stencilpress.gateway.access import PERMISSIONS, Permission, Role
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.api.admin.views import LimitChanges, Me, NewTenant, QuotaView, TenantView, given
 from stencilpress.gateway.catalog import tenants
+from stencilpress.gateway.catalog.adapters import stored
 from stencilpress.gateway.catalog.limits import changed
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ConflictError
@@ -84,8 +85,9 @@ async def get_quota(call: Call) -> QuotaView:
     Several gateways without a shared quota store count each for itself; then this is what the one that answers has
     counted.
     """
-    quota = call.tenant.limits.quota
-    return QuotaView.of(quota, await call.services.accounting.quotas.levels(call.tenant.id, quota))
+    limits, services = call.tenant.limits, call.services
+    levels = await services.accounting.quotas.levels(call.tenant.id, limits.quota)
+    return QuotaView.of(limits, levels, *await stored(services.db, call.tenant.id))
 
 
 @operation("POST", "/tenants/{tenant}/disable", Permission.OPERATE)

@@ -13,9 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from stencilpress.gateway.access import MAX_SCOPES, Role
 from stencilpress.gateway.catalog.limits import MAX_BYTES, MAX_COUNT, flat
-from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant
+from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant, TenantLimits
 from stencilpress.gateway.keys import MAX_LABEL_CHARS, MAX_OVERLAP, IssuedKey
-from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.terms import DIMENSIONS, Levels
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -111,13 +110,22 @@ class QuotaView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: Level
     tokens_per_day: Level
     tokens_per_month: Level
+    adapters: Level
+    stored_bytes: Level
     time_zone: str
     shadow: bool
 
     @classmethod
-    def of(cls, quota: Quota, levels: Levels) -> QuotaView:
+    def of(cls, limits: TenantLimits, levels: Levels, adapters: int, stored_bytes: int) -> QuotaView:
+        quota = limits.quota
         pairs = {name: Level(getattr(levels, name), getattr(quota, name)) for name in DIMENSIONS}
-        return cls(**pairs, time_zone=quota.time_zone, shadow=quota.shadow)
+        return cls(
+            **pairs,
+            adapters=Level(adapters, limits.max_adapters),
+            stored_bytes=Level(stored_bytes, limits.stored_bytes),
+            time_zone=quota.time_zone,
+            shadow=quota.shadow,
+        )
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
