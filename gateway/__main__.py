@@ -32,6 +32,7 @@ from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
@@ -140,13 +141,17 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        base = BaseNames.of(names)
+        keeper = keeper_of(settings, db, engine, changes, base)
+        await stack.enter_async_context(keeper.following())
         yield Services(
             settings=settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
-            router=Router(db, BaseNames.of(names), changes),
+            router=Router(db, base, changes),
             engine=engine,
+            keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
             metrics=metrics,
@@ -155,7 +160,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
-            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
+            desk=await stack.enter_async_context(_desk(settings, db, base)),
             tracing=traces,
         )
 

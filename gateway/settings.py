@@ -64,6 +64,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a deleted adapter or version can be restored."""
     upkeep_s: Seconds = 300.0
     """How often what was deleted is purged and unused blobs are removed."""
+    pin: str = ""
+    """Adapters that engines keep in memory: ``tenant/adapter`` or ``tenant/adapter@alias``, separated by commas."""
+    preload: str = ""
+    """Adapters that engines bring in at their start, likewise."""
     lora_load_dir: str = ""
     """Folder from which an operator's key may load adapters by vLLM's ``/v1/load_lora_adapter``; empty is off."""
     quota_store: str = ""

@@ -33,6 +33,7 @@ from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
@@ -129,13 +130,17 @@ async def running_gateway(
         await client.wait_ready()
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        engines, base = Engines([client]), BaseNames.of(BASE_NAMES)
+        keeper = keeper_of(gateway_settings, db, engines, changes, base)
+        await stack.enter_async_context(keeper.following())
         services = Services(
             settings=gateway_settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
-            router=Router(db, BaseNames.of(BASE_NAMES), changes),
-            engine=Engines([client]),
+            router=Router(db, base, changes),
+            engine=engines,
+            keeper=keeper,
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
             metrics=metrics,
@@ -148,7 +153,7 @@ async def running_gateway(
                 db,
                 folder / "v1",
                 model_dir,
-                BaseNames.of(BASE_NAMES),
+                base,
                 dtype=gateway_settings.dtype,
                 max_rank=gateway_settings.max_lora_rank,
                 gate=IntakeGate(gateway_settings.intake_workers),
