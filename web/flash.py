@@ -20,7 +20,7 @@ _Lines = list[tuple[str, str]]
 
 
 def flash(request: web.Request, kind: str, text: str) -> None:
-    """Show a line on the next page; ``kind`` is ``success``, ``warning`` or ``error``. Never a secret."""
+    """Show a line on the next page; ``kind`` is ``ok``, ``info``, ``warn`` or ``bad``. Never a secret."""
     request.setdefault(_NEW, []).append((kind, text[:MAX_CHARS]))
 
 

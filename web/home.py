@@ -18,9 +18,9 @@ async def to_console(_request: web.Request) -> web.StreamResponse:
 @page(Permission.READ)
 async def home(request: web.Request) -> web.StreamResponse:
     """The first page of the menu, or one's own account."""
-    entries = menu(visitor_of(request), "", None, request.app[CONSOLE].paths)
-    first = next((entry.href for entry in entries if entry.href != f"{PREFIX}/"), f"{PREFIX}/account")
-    return redirect(request, first)
+    groups = menu(visitor_of(request), "", None, request.app[CONSOLE].paths)
+    pages = [item.href for group in groups for item in group.items if item.href != f"{PREFIX}/"]
+    return redirect(request, pages[0] if pages else f"{PREFIX}/account")
 
 
 ROUTES = (web.get("/", to_console), web.get(PREFIX, to_console), web.get(f"{PREFIX}/", home))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from stencilpress.gateway.access import Role
 from stencilpress.web.visitor import Visitor
 
-OF_ALL = (
+_Pages = Sequence[tuple[str, str, str]]
+OF_ALL: _Pages = (
     ("dashboard", "Dashboard", "/console/"),
     ("tenants", "Tenants", "/console/tenants"),
     ("adapters", "Adapters", "/console/adapters"),
@@ -16,7 +17,7 @@ OF_ALL = (
     ("alerts", "Alerts", "/console/alerts"),
     ("audit", "Audit", "/console/audit"),
 )
-OF_TENANT = (
+OF_TENANT: _Pages = (
     ("dashboard", "Dashboard", "/console/t/{tenant}/"),
     ("chat", "Chat", "/console/t/{tenant}/chat"),
     ("adapters", "Adapters", "/console/t/{tenant}/adapters"),
@@ -27,34 +28,46 @@ OF_TENANT = (
     ("alerts", "Alerts", "/console/t/{tenant}/alerts"),
     ("audit", "Audit", "/console/t/{tenant}/audit"),
 )
-FIRST = ("/console/t/{tenant}/", "/console/t/{tenant}/adapters", "/console/t/{tenant}/members")
-"""Where a tenant's people begin, the first that exists."""
+"""Section, label and the route's pattern. The section is the icon's name too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the menu. ``group`` is "" for pages of all tenants, else the tenant's name."""
+class Item:
+    """One line of the menu. ``badge`` is a number that wants attention, 0 for none."""
 
-    section: str
     label: str
     href: str
+    icon: str
     current: bool
-    group: str
+    badge: int = 0
 
 
-def menu(visitor: Visitor | None, section: str, tenant: str | None, paths: Collection[str]) -> list[Entry]:
-    """The entries for who looks at ``section`` of a tenant, or of all; ``paths`` are the routes that exist."""
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Lines that belong together: of all tenants, without a ``label``, or of the one that it names."""
+
+    label: str
+    items: Sequence[Item]
+
+
+def menu(visitor: Visitor | None, section: str, tenant: str | None, paths: Collection[str]) -> list[Group]:
+    """What a visitor may go to from ``section`` of a tenant, or of all; ``paths`` are the routes that exist."""
     if visitor is None:
         return []
-    shown = tenant or ("" if visitor.role is Role.OPERATOR else visitor.tenant)
-    entries: list[Entry] = []
+    groups: list[Group] = []
     if visitor.role is Role.OPERATOR:
-        entries += [_entry(one, "", section if tenant is None else "") for one in OF_ALL if one[2] in paths]
+        groups.append(_group("", OF_ALL, section if tenant is None else "", paths))
+    shown = tenant or ("" if visitor.role is Role.OPERATOR else visitor.tenant)
     if shown:
-        entries += [_entry(one, shown, section if tenant else "") for one in OF_TENANT if one[2] in paths]
-    return [entry for entry in entries if entry.section != "chat" or visitor.role is not Role.VIEWER]
+        pages = [one for one in OF_TENANT if one[0] != "chat" or visitor.role is not Role.VIEWER]
+        groups.append(_group(shown, pages, section if tenant else "", paths))
+    return [group for group in groups if group.items]
 
 
-def _entry(page: tuple[str, str, str], group: str, current: str) -> Entry:
-    section, label, path = page
-    return Entry(section, label, path.replace("{tenant}", group), section == current, group)
+def _group(label: str, pages: _Pages, current: str, paths: Collection[str]) -> Group:
+    items = [
+        Item(text, path.replace("{tenant}", label), section, section == current)
+        for section, text, path in pages
+        if path in paths
+    ]
+    return Group(label, items)

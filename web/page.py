@@ -90,7 +90,7 @@ def render(
     return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
 
-def redirect(request: web.Request, location: str, text: str = "", kind: str = "success") -> web.Response:
+def redirect(request: web.Request, location: str, text: str = "", kind: str = "ok") -> web.Response:
     """Go to another page of ours after a form, which may show ``text``."""
     if text:
         flash(request, kind, text)
