@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 NONE = "–"
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -22,9 +25,9 @@ def size(value: float | None) -> str:
     if value is None:
         return NONE
     step = 0
-    while value >= 1024 and step < len(_BYTES) - 1:
+    while value >= 1000 and step < len(_BYTES) - 1:
         value, step = value / 1024, step + 1
-    return f"{value:.0f} B" if not step else f"{value:.3g} {_BYTES[step]}" if value < 1000 else f"{value:.0f} {_BYTES[step]}"
+    return f"{value:.3g} {_BYTES[step]}"
 
 
 def milliseconds(value: float | None) -> str:
@@ -38,4 +41,9 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.3g} %"
 
 
-FILTERS = {"number": number, "limit": limit, "bytes": size, "ms": milliseconds, "percent": percent}
+def given(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a tag without those that are switched off."""
+    return {name: value for name, value in attributes.items() if value is not False}
+
+
+FILTERS = {"given": given, "number": number, "limit": limit, "bytes": size, "ms": milliseconds, "percent": percent}

@@ -13,7 +13,7 @@ from stencilpress.gateway.api.admin import tenants
 from stencilpress.gateway.api.admin.operation import Operation, Page
 from stencilpress.gateway.api.admin.views import LimitChanges, NewTenant, QuotaView, TenantView
 from stencilpress.gateway.catalog.limits import TARGET_MODULES
-from stencilpress.gateway.errors import ApiError, UnavailableError
+from stencilpress.gateway.errors import ApiError, NotFoundError, UnavailableError
 from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
@@ -46,7 +46,7 @@ async def create_tenant(request: web.Request) -> web.StreamResponse:
     return redirect(request, settings_of(made.name), f"{made.name} has been added.")
 
 
-@page(Permission.READ)
+@page(Permission.READ, deleted=True)
 async def show_settings(request: web.Request) -> web.StreamResponse:
     return await _settings(request)
 
@@ -109,10 +109,10 @@ async def _settings(request: web.Request, error: ApiError | None = None, form: S
 
 
 async def _use(request: web.Request, tenant: str) -> dict[str, Any]:
-    """What the tenant uses; an outage of the quota store does not take the page away."""
+    """What the tenant uses; an outage of the quota store does not take the page away. A deleted one uses nothing."""
     try:
         use: QuotaView = await ask(request, tenants.get_quota, tenant=tenant)
-    except UnavailableError:
+    except (UnavailableError, NotFoundError):
         return {"quota": None, "use": None}
     return {"quota": [(label, getattr(use, name)) for name, label in QUOTA_LABELS.items()], "use": use}
 

@@ -38,7 +38,7 @@ async def test_an_operator_adds_a_tenant_and_sets_its_plan(gateway: Gateway, ope
     plan = await plan_form(operator, "acme")
     assert (plan["requests_per_minute"], plan["tokens_per_month"], plan["time_zone"]) == ("60", "", "UTC")
     plan |= {"tokens_per_day": "5000", "requests_per_minute": "", "weight": "2.5", "quota_shadow": "true"}
-    await operator.submit("/console/t/acme/settings", **plan, target_modules=["q_proj", "v_proj"])
+    await operator.submit("/console/t/acme/settings", **plan | {"target_modules": ["q_proj", "v_proj"]})
     limits = (await get_tenant(gateway.services.db, "acme")).limits
     assert (limits.weight, limits.target_modules) == (2.5, ("q_proj", "v_proj"))
     assert (limits.quota.tokens_per_day, limits.quota.requests_per_minute, limits.quota.shadow) == (5000, None, True)
@@ -87,7 +87,12 @@ async def test_a_secret_is_shown_once_and_works_until_it_is_revoked(gateway: Gat
 
 
 async def test_a_key_may_be_confined_and_expire(admin: Browser) -> None:
-    fields: dict[str, Any] = {"label": "ci", "role": "viewer", "expires_at": "2099-01-02T03:04", "models": "pirate, base"}
+    fields: dict[str, Any] = {
+        "label": "ci",
+        "role": "viewer",
+        "expires_at": "2099-01-02T03:04",
+        "models": "pirate, base",
+    }
     await admin.submit("/console/t/demo/keys", 200, **fields, routes=["/v1/models", "/tokenize"])
     [made] = (await admin.api("GET", "/tenants/demo/keys?limit=1"))["data"]
     assert (made["role"], made["expires_at"]) == ("viewer", "2099-01-02T03:04:00Z")
