@@ -86,11 +86,19 @@ VERBS = {
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"} | {
+WITHOUT_VERB = {
+    "get_me",
+    "get_quota",
+    "create_upload",
+    "get_upload",
+    "put_part",
+    "complete_upload",
+    "delete_upload",
+} | {
     "get_operator_webhook",
     "try_operator_webhook",
 }
-"""The command has no key to tell of, takes files as a whole, and does not know a gateway's settings."""
+"""The command has no key to tell of, no requests to count and no gateway's settings, and takes files as a whole."""
 
 Cli = Callable[..., Any]
 
