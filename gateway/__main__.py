@@ -30,6 +30,7 @@ from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keys import KeyRing
@@ -146,6 +147,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, BaseNames.of(names), changes),
             engine=engine,
+            view=EngineView(engine, db),
             tokenizer=tokenizer,
             base_names=names,
             metrics=metrics,

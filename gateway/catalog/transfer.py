@@ -38,7 +38,19 @@ EXPORTED = (
     "smoke_suites",
 )
 """In this order: what a row refers to comes before it."""
-NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "smoke_runs", "catalog_stamps", "job_leases")
+NOT_EXPORTED = (
+    "audit_log",
+    "usage_requests",
+    "usage_rollups",
+    "usage_version_rollups",
+    "usage_tenant_rollups",
+    "usage_ranks",
+    "quota_refusals",
+    "engine_samples",
+    "smoke_runs",
+    "catalog_stamps",
+    "job_leases",
+)
 """The history of this installation, and what only means something beside its gateways."""
 LOOSE_REFERENCES: Mapping[tuple[str, str], int | None] = {("aliases", "move_id"): 0, ("alias_moves", "parent_id"): None}
 """Columns that name a row of ``alias_moves`` without a foreign key, with what stands there for none."""

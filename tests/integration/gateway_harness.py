@@ -32,6 +32,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
@@ -128,13 +129,15 @@ async def running_gateway(
         await client.wait_ready()
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        engines = Engines([client])
         services = Services(
             settings=gateway_settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
             router=Router(db, BaseNames.of(BASE_NAMES), changes),
-            engine=Engines([client]),
+            engine=engines,
+            view=EngineView(engines, db),
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
             metrics=metrics,

@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler
 
 from stencilpress.gateway.access import Actor, Permission, Role, check_permission
 from stencilpress.gateway.api.admin.operation import JSON, Call, Operation
+from stencilpress.gateway.api.admin.tables import csv_response, wants_csv
 from stencilpress.gateway.api.body import read_body
 from stencilpress.gateway.api.schemas import validation_error
 from stencilpress.gateway.catalog.records import Tenant
@@ -56,6 +57,8 @@ async def _run(operation: Operation, request: web.Request, principal: Principal)
             await services.changes.poll()
     if isinstance(answer, web.StreamResponse):
         return answer
+    if operation.table is not None and wants_csv(request, given.get("query")):
+        return csv_response(operation.table(answer))
     headers = {"Cache-Control": "no-store"}
     return web.Response(status=operation.status, body=msgspec.json.encode(answer), content_type=JSON, headers=headers)
 
