@@ -18,6 +18,7 @@ from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.metrics import Metrics
@@ -43,6 +44,7 @@ class Services:
     router: Router
     engine: Engines
     view: EngineView
+    keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""

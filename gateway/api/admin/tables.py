@@ -25,9 +25,9 @@ class Table(NamedTuple):
     rows: Iterable[Sequence[Cell]]
 
 
-def wants_csv(request: web.Request, query: object) -> bool:
+def wants_csv(request: web.Request) -> bool:
     """``format=csv``, or a client that takes nothing else."""
-    return getattr(query, "format", "json") == "csv" or request.headers.get("Accept", "").strip() == CSV
+    return request.query.get("format") == "csv" or request.headers.get("Accept", "").strip() == CSV
 
 
 def csv_response(table: Table) -> web.Response:

@@ -9,8 +9,8 @@ import msgspec
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0006"
-down_revision = "0005"
+revision = "0008"
+down_revision = "0007"
 
 _Instant = sa.DateTime(timezone=True)
 _COUNTS = (
