@@ -25,8 +25,7 @@ ABORT_LIMIT_S = 10.0
 """How long an aborted request may take to report its token counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True):
     """What turns tokens into the text of a request; shared by its choices.
 
     ``stop_ids`` end an answer in the engine and are never part of its text.
@@ -115,6 +114,8 @@ class Answer:
 
     async def settle(self) -> Finished:
         """The engine's own count of the tokens, once the deltas have ended. Raises :class:`EngineLostError`."""
+        if self._finished is not None:
+            return self._finished
         try:
             async with asyncio.timeout(ABORT_LIMIT_S):
                 async for _, finished in self._stream:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -35,8 +34,7 @@ from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """A request that is ready for the engine. Choice ``i`` is submit ``i``; a prompt's choices are neighbours."""
 
     model: str
