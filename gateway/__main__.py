@@ -31,6 +31,7 @@ from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keeper import keeper_of
@@ -160,6 +161,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
+            view=EngineView(engine, db),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
