@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, and_, func, or_, select
 
 from stencilpress.gateway.alerts.evaluate import Traffic
 from stencilpress.gateway.alerts.incidents import Measured, Subject
 from stencilpress.gateway.alerts.rules import WINDOW_S, Kind
-from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, UsageRollupRow, VersionRow
+from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, UsageRollupRow, UsageTenantRollupRow, VersionRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_sums import instant, parts
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.gateway.quota.calendar import periods_at
 from stencilpress.gateway.quota.terms import Span
 from stencilpress.gateway.usage.histogram import add, unpack
 
 DAY_S = 86_400
-_BATCH = 500
 
 
 async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict[tuple[int, str], Traffic]:
@@ -36,7 +36,7 @@ async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict
         .having(func.sum(row.requests) >= least_requests)
         .subquery()
     )
-    histograms = select(row.tenant_id, row.adapter, row.ttft).join(
+    histograms = select(row.tenant_id, row.adapter, row.ttft, row.cold_start).join(
         busy, and_(row.tenant_id == busy.c.tenant_id, row.adapter == busy.c.adapter)
     )
     found: dict[tuple[int, str], Traffic] = {}
@@ -44,8 +44,11 @@ async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict
         for tenant_id, adapter, *counts in await session.execute(sums.group_by(row.tenant_id, row.adapter)):
             requests, failures, cold_starts = map(int, counts)
             found[tenant_id, adapter or ANY_BASE] = Traffic(requests, failures, cold_starts)
-        for tenant_id, adapter, ttft in await session.execute(histograms.where(*recent)):
-            add(found[tenant_id, adapter or ANY_BASE].ttft, unpack(ttft))
+        for tenant_id, adapter, ttft, cold_start in await session.execute(histograms.where(*recent)):
+            traffic = found[tenant_id, adapter or ANY_BASE]
+            add(traffic.ttft, unpack(ttft))
+            if cold_start is not None:
+                add(traffic.cold_start, unpack(cold_start))
     return found
 
 
@@ -71,15 +74,14 @@ async def read_quotas(db: Database, now: datetime) -> dict[Subject, Measured]:
 
 async def read_damaged(db: Database, errors: Mapping[str, str]) -> dict[Subject, Measured]:
     """The versions whose blobs engines could not load; ``errors`` are by digest. Deleted ones do not matter."""
-    digests = sorted(errors)
     found: dict[Subject, Measured] = {}
     query = select(AdapterRow.tenant_id, AdapterRow.name, VersionRow.number, VersionRow.digest).join(
         AdapterRow, VersionRow.adapter_id == AdapterRow.id
     )
     query = query.where(VersionRow.deleted_at.is_(None), AdapterRow.deleted_at.is_(None))
     async with db.read() as session:
-        for start in range(0, len(digests), _BATCH):
-            rows = await session.execute(query.where(VersionRow.digest.in_(digests[start : start + _BATCH])))
+        for some in parts(sorted(errors)):
+            rows = await session.execute(query.where(VersionRow.digest.in_(some)))
             for tenant_id, adapter, number, digest in rows:
                 subject = Subject(Kind.ADAPTER_CORRUPT, tenant_id, adapter, str(number))
                 found[subject] = Measured(1.0, errors[digest])
@@ -98,13 +100,13 @@ def _spent(item: str, budgets: Mapping[int, int], used: Mapping[int, int]) -> di
 
 async def _tokens(db: Database, tenants: Collection[int], span: Span) -> dict[int, int]:
     """Billed tokens by tenant, from roll-ups of whole days (UTC) and of the hours before and behind them."""
-    row = UsageRollupRow
+    row = UsageTenantRollupRow
     ids, total = sorted(tenants), func.sum(row.prompt_tokens + row.completion_tokens)
     query = select(row.tenant_id, total).where(_within(span)).group_by(row.tenant_id)
     found: dict[int, int] = {}
     async with db.read() as session:
-        for start in range(0, len(ids), _BATCH):
-            rows = await session.execute(query.where(row.tenant_id.in_(ids[start : start + _BATCH])))
+        for some in parts(ids):
+            rows = await session.execute(query.where(row.tenant_id.in_(some)))
             found.update({tenant_id: int(tokens) for tenant_id, tokens in rows})
     return found
 
@@ -113,18 +115,14 @@ def _within(span: Span) -> ColumnElement[bool]:
     """Roll-ups that make up a span; parts of hours, in time zones that have them, count with their hour."""
     start, end = span.start // 3600 * 3600, -(-span.end // 3600) * 3600
     first, last = -(-start // DAY_S) * DAY_S, end // DAY_S * DAY_S
-    parts: Sequence[tuple[str, int, int]] = [("day", first, last), ("hour", start, first), ("hour", last, end)]
+    spans: Sequence[tuple[str, int, int]] = [("day", first, last), ("hour", start, first), ("hour", last, end)]
     if first >= last:
-        parts = [("hour", start, end)]
-    row = UsageRollupRow
+        spans = [("hour", start, end)]
+    row = UsageTenantRollupRow
     return or_(
         *(
-            and_(row.period == period, row.starts_at >= _instant(low), row.starts_at < _instant(high))
-            for period, low, high in parts
+            and_(row.period == period, row.starts_at >= instant(low), row.starts_at < instant(high))
+            for period, low, high in spans
             if low < high
         )
     )
-
-
-def _instant(seconds: int) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)

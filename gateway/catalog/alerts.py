@@ -18,12 +18,12 @@ from stencilpress.gateway.catalog.aliases import find_adapter
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import TenantRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_sums import parts
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 
 HISTORY = timedelta(days=90)
 """How long resolved incidents are kept."""
 _MAX_NOTE_CHARS = 300
-_BATCH = 500
 _FIELDS = tuple(one.name for one in fields(RuleChange))
 
 
@@ -181,9 +181,9 @@ async def tenant_names(session: AsyncSession, ids: set[int]) -> dict[int, str]:
 
 async def _open_rows(session: AsyncSession, fingerprints: Sequence[str]) -> dict[str, IncidentRow]:
     found: dict[str, IncidentRow] = {}
-    for start in range(0, len(fingerprints), _BATCH):
-        some = IncidentRow.fingerprint.in_(fingerprints[start : start + _BATCH])
-        query = select(IncidentRow).where(IncidentRow.state != State.RESOLVED.value, some).with_for_update()
+    for some in parts(fingerprints):
+        these = (IncidentRow.state != State.RESOLVED.value, IncidentRow.fingerprint.in_(some))
+        query = select(IncidentRow).where(*these).with_for_update()
         found.update({row.fingerprint: row for row in await session.scalars(query)})
     return found
 

@@ -37,6 +37,11 @@ VERBS = {
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
     "list_usage": "usage list",
+    "get_series": "usage series",
+    "get_tenant_series": "usage series",
+    "get_top": "usage top",
+    "get_tenant_top": "usage top",
+    "list_every_adapter": "adapter all",
     "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
@@ -86,19 +91,14 @@ VERBS = {
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {
-    "get_me",
-    "get_quota",
-    "create_upload",
-    "get_upload",
-    "put_part",
-    "complete_upload",
-    "delete_upload",
-} | {
-    "get_operator_webhook",
-    "try_operator_webhook",
-}
-"""The command has no key to tell of, no requests to count and no gateway's settings, and takes files as a whole."""
+WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
+"""The command has no key to tell of and no requests to count, and takes files as a whole."""
+WITHOUT_VERB |= {"list_engines", "get_pages", "list_residency", "list_tenant_residency"}
+"""What a running server tells."""
+WITHOUT_VERB |= {"compare_versions", "get_activity"}
+"""For pages: ``usage series`` and ``usage top`` show the same."""
+WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
+"""Of a gateway's settings, which the command does not know."""
 
 Cli = Callable[..., Any]
 

@@ -30,7 +30,8 @@ from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.records import NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 from stencilpress.gateway.names import BaseNames
