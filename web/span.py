@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from urllib.parse import urlencode
 
 from aiohttp import web
 
@@ -32,15 +31,6 @@ class Shown:
     def live(self) -> bool:
         """Whether it ends now, so that there is something to follow."""
         return bool(self.label)
-
-    @property
-    def permalink(self) -> str:
-        """The query that shows this very time again."""
-        return urlencode({"start": self.start.isoformat(), "end": self.end.isoformat()})
-
-    @property
-    def query(self) -> str:
-        return urlencode({"range": self.label}) if self.label else self.permalink
 
 
 def shown_span(request: web.Request, now: datetime | None = None) -> Shown:
