@@ -11,7 +11,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web import account, console_api, home, keys, setup, signin, tenants
+from stencilpress.web import (
+    account,
+    chat_socket,
+    console_api,
+    home,
+    keys,
+    setup,
+    signin,
+    tenants,
+)
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
 from stencilpress.web.guard import guard
@@ -24,6 +33,7 @@ PAGES = (
     setup,
     account,
     console_api,
+    chat_socket,
     tenants,
     keys,
 )
