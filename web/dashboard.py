@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 from aiohttp import web
 
-from stencilpress.gateway.access import Permission
+from stencilpress.gateway.access import Permission, Role
 from stencilpress.gateway.api.admin import series
 from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.formats import milliseconds, number, percent
-from stencilpress.web.page import page, render, tenant_of
+from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.panels import changes, charts_of
 from stencilpress.web.span import RANGES, Shown, shown_span
+from stencilpress.web.visitor import visitor_of
 
+ALL = f"{PREFIX}/"
+TENANT = f"{PREFIX}/t/{{tenant}}/"
 ORDERS = {
     "tokens": "Tokens",
     "ttft_p99": "First token p99",
@@ -55,9 +58,10 @@ class Question:
 
     def link(self, **changed: str) -> str:
         """The query of this page with some parts changed."""
-        parts = {**self._parts, **changed}
+        parts = self._parts
         if "range" in changed:
             parts |= {"start": "", "end": ""}
+        parts |= changed
         return urlencode({name: value for name, value in parts.items() if value})
 
     @property
@@ -78,9 +82,12 @@ class Question:
         }
 
 
-@page(Permission.OPERATE)
+@page(Permission.READ)
 async def show_all(request: web.Request) -> web.StreamResponse:
-    """Of all tenants."""
+    """Of all tenants, for operators; others begin at their own."""
+    visitor = visitor_of(request)
+    if visitor.role is not Role.OPERATOR:
+        return redirect(request, TENANT.replace("{tenant}", quote(visitor.tenant)))
     question = Question.of(request)
     view: SeriesView = await ask(request, series.get_series, query=_series_query(question))
     return await _answer(request, question, view, None)
@@ -110,6 +117,7 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
         tenant=tenant,
         span=question.span,
         ranges=RANGES,
+        words=_duration(round((question.span.end - question.span.start).total_seconds())),
         step=_duration(view.step_s),
         link=question.link,
         permalink=question.permalink,
@@ -123,6 +131,8 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
         by=question.by,
         orders=ORDERS.items(),
         refresh_s=SERIES_FRESH_S,
+        live_url="",
+        engine_charts=[],
     )
 
 
@@ -167,6 +177,6 @@ def _duration(seconds: int) -> str:
 
 
 ROUTES = (
-    web.get(f"{PREFIX}/", show_all),
-    web.get(f"{PREFIX}/t/{{tenant}}/", show_tenant),
+    web.get(ALL, show_all),
+    web.get(TENANT, show_tenant),
 )

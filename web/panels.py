@@ -44,7 +44,7 @@ def charts_of(view: SeriesView) -> dict[str, Chart]:
         "cold-starts": chart(
             [line("cold starts", lines.cold_starts, 3)]
             + ([line("before", before.cold_starts, 8, dashed=True)] if before else []),
-            kind="steps",
+            kind="counts",
         ),
         "hit-rate": chart([line("found in memory", _percent(lines.hit_rate), 2)], "%"),
         "refusals": chart(
@@ -55,12 +55,12 @@ def charts_of(view: SeriesView) -> dict[str, Chart]:
                 if any(counts)
             ]
             or [line("refused", [0] * len(view.times), 4)],
-            kind="steps",
+            kind="counts",
         ),
         "failures": chart(
             [line(code.replace("_", " "), counts, at + 3) for at, (code, counts) in enumerate(lines.errors.items())]
             or [line("failed", lines.failures, 4)],
-            kind="steps",
+            kind="counts",
         ),
     }
 
@@ -70,6 +70,9 @@ class _Charts:
         self._x = [int(at.timestamp()) for at in view.times]
 
     def __call__(self, series: list[dict[str, Any]], unit: str = "", kind: str = "line") -> Chart:
+        """``counts`` are bars where nothing could be hidden behind another."""
+        if kind == "counts":
+            kind = "bars" if len(series) == 1 else "steps"
         return {"x": self._x, "series": series, "unit": unit, "kind": kind}
 
 

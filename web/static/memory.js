@@ -154,9 +154,10 @@ function take(view) {
   const again = view.owners.findIndex((owner) => key(owner) === chosen);
   state.chosen = again < 0 ? null : again;
   if (state.cursor !== null && state.cursor >= view.total) state.cursor = null;
+  canvas.hidden = !view.total;
   const share = (kind) => view.owners.reduce((sum, owner, at) => sum + (owner.kind === kind ? state.counts[at] : 0), 0);
   tell("total", view.total.toLocaleString());
-  for (const kind of ["free", "kv", "cached", "adapter"]) tell(kind, ((100 * share(kind)) / view.total).toFixed(1));
+  for (const kind of ["free", "kv", "cached", "adapter"]) tell(kind, view.total ? ((100 * share(kind)) / view.total).toFixed(1) : "–");
   list();
   state.cursor === null ? paint() : point(state.cursor);
 }
