@@ -22,6 +22,7 @@ from stencilpress.web import (
     setup,
     signin,
     tenants,
+    usage,
 )
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
@@ -38,6 +39,7 @@ PAGES = (
     chat_socket,
     tenants,
     keys,
+    usage,
     dashboard,
     memory,
 )
