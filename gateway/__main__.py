@@ -32,6 +32,7 @@ from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
@@ -48,6 +49,7 @@ from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SWITCH_S
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
+from stencilpress.web.app import mount_console
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
@@ -100,7 +102,7 @@ async def _serve(settings: GatewaySettings) -> int:
         if traces is not None:
             stack.push_async_callback(traces.close)
         services = await stack.enter_async_context(_services(settings, traces))
-        runner = create_runner(services, LAST_EVENTS_S)
+        runner = create_runner(services, LAST_EVENTS_S, [mount_console])
         await runner.setup()
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
@@ -139,13 +141,17 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        base = BaseNames.of(names)
+        keeper = keeper_of(settings, db, engine, changes, base)
+        await stack.enter_async_context(keeper.following())
         yield Services(
             settings=settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
-            router=Router(db, BaseNames.of(names), changes),
+            router=Router(db, base, changes),
             engine=engine,
+            keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
             metrics=metrics,
@@ -154,7 +160,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
-            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
+            desk=await stack.enter_async_context(_desk(settings, db, base)),
             tracing=traces,
         )
 

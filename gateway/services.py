@@ -17,6 +17,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.metrics import Metrics
@@ -41,6 +42,7 @@ class Services:
     keys: KeyRing
     router: Router
     engine: Engines
+    keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""

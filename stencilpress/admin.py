@@ -25,7 +25,7 @@ from stencilpress.version_commands import move, tenant_option, with_tenant
 if TYPE_CHECKING:
     from stencilpress.bases import Base
     from stencilpress.gateway.api.admin.adapter_views import AdapterView
-    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, SmokeSuite, Tenant, Version
+    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, Keeping, SmokeSuite, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
 
@@ -266,6 +266,45 @@ def adapter_unshare(place: Place, name: str, guest: str, tenant_name: str) -> No
     actor = operator_here()
     with_tenant(place, tenant_name, lambda db, owner: unshare_adapter(db, owner.id, name, guest, actor=actor))
     click.echo(f"{name} is no longer shared with {guest}")
+
+
+@adapter.command("pin")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_pin(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Keep what an adapter's `prod` stands for in the engines' memory, until `unpin`."""
+    _keep(place, name, tenant_name, "pin", as_json)
+
+
+@adapter.command("preload")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_preload(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Have what an adapter's `prod` stands for brought into the engines' memory now, and whenever they start."""
+    _keep(place, name, tenant_name, "preload", as_json)
+
+
+@adapter.command("unpin")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_unpin(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Pin an adapter no longer, nor preload it."""
+    _keep(place, name, tenant_name, None, as_json)
+
+
+def _keep(place: Place, name: str, tenant_name: str, kept: Keeping | None, as_json: bool) -> None:
+    from stencilpress.gateway.catalog.kept import set_kept
+
+    actor = operator_here()
+    now = with_tenant(place, tenant_name, lambda db, owner: set_kept(db, owner.id, name, kept, actor=actor))
+    told = {"pin": "is pinned", "preload": "is preloaded", None: "is neither pinned nor preloaded"}
+    tell(f"adapter {name} {told[now]}", _view(place, name, tenant_name), as_json)
 
 
 def _version_fields(one: Adapter, version: Version) -> dict[str, Any]:

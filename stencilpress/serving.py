@@ -214,6 +214,7 @@ class _Chosen:
     def of(cls, place: Place, options: Mapping[str, str | None]) -> _Chosen:
         """Also sets up this process's log."""
         from stencilpress.engine.logs import configure_logs
+        from stencilpress.gateway.keeper import check_names
         from stencilpress.gateway.server import Cors, tls_context
         from stencilpress.gateway.settings import GatewaySettings
 
@@ -225,8 +226,9 @@ class _Chosen:
         later = {f"{PREFIX}{name}": "set below" for name in ("MODEL_DIR", "ENGINE_SOCKET")}
         engine = read_settings(EngineSettings, {**environment, **later})
         gateway = read_settings(GatewaySettings, {**environment, **later, f"{PREFIX}HTTP_FD": "-1"})
-        Cors(gateway.cors_origins)  # these two refuse what no gateway could use
+        Cors(gateway.cors_origins)  # these refuse what no gateway could use
         tls_context(gateway)
+        check_names(gateway)
         configure_logs(gateway.log_format)
         return cls(environment, engine, gateway)
 

@@ -313,4 +313,5 @@ def _to_adapter(row: AdapterRow, deleted: bool = False) -> Adapter:
         canaries={canary.alias: Canary(canary.version, canary.percent) for canary in row.canaries},
         moves={alias.name: alias.move_id for alias in row.aliases},
         deleted_at=row.deleted_at,
+        kept=row.kept,
     )

@@ -26,6 +26,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from stencilpress.gateway.catalog.records import Keeping
+
 
 class UtcDateTime(TypeDecorator[datetime]):
     """An instant. SQLite keeps no zone, so values are stored in UTC and come back aware."""
@@ -147,6 +149,9 @@ class AdapterRow(Table):
     __table_args__: Any = (
         UniqueConstraint("tenant_id", "name"),
         _length("name", 1, 63),
+        Index(
+            "ix_adapters_kept", "kept", sqlite_where=text("kept IS NOT NULL"), postgresql_where=text("kept IS NOT NULL")
+        ),
         {"sqlite_autoincrement": True},
     )
 
@@ -155,6 +160,8 @@ class AdapterRow(Table):
     name: Mapped[str] = mapped_column(String(63))
     created_at: Mapped[datetime]
     deleted_at: Mapped[datetime | None]
+    kept: Mapped[Keeping | None] = mapped_column(String(8))
+    """``pin``, ``preload``, or nothing of the kind."""
 
     versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
     aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from stencilpress.gateway.access import EVERYTHING, Role, Scopes
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.quota.plan import UNLIMITED, Quota
+
+Keeping = Literal["pin", "preload"]
+"""What an operator may do about an adapter: keep it in the engines' memory, or have it brought in at their start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,7 @@ class Adapter:
     moves: Mapping[str, int] = field(default_factory=dict)
     """By alias the ``move_id`` in effect."""
     deleted_at: datetime | None = None
+    kept: Keeping | None = None
 
 
 def find_version_of(adapter: Adapter, number: int) -> Version:

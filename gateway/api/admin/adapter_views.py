@@ -15,6 +15,7 @@ from stencilpress.gateway.catalog.records import (
     AliasMove,
     AliasTarget,
     Canary,
+    Keeping,
     Share,
     SmokeRun,
     SmokeSuite,
@@ -94,11 +95,15 @@ class AliasView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter with its versions and aliases."""
+    """An adapter with its versions and aliases.
+
+    `kept`: `pin`, what its `prod` stands for stays in the engines' memory; `preload`, it is brought in at their start.
+    """
 
     name: str
     created_at: datetime
     deleted_at: datetime | None
+    kept: Keeping | None
     versions: list[VersionView]
     aliases: list[AliasView]
 
@@ -108,6 +113,7 @@ class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
             name=one.name,
             created_at=one.created_at,
             deleted_at=one.deleted_at,
+            kept=one.kept,
             versions=[VersionView.of(version, one) for version in one.versions],
             aliases=[alias_view(one, alias) for alias in one.aliases],
         )

@@ -13,7 +13,8 @@ from stencilpress.gateway.api.admin.adapter_views import AdapterView, ShareView,
 from stencilpress.gateway.api.admin.desk import desk_of, number_of
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.catalog import adapters, lifecycle
-from stencilpress.gateway.catalog.records import find_version_of
+from stencilpress.gateway.catalog.kept import set_kept
+from stencilpress.gateway.catalog.records import Keeping, find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InternalError
 from stencilpress.gateway.lifecycle.diff import Diff
@@ -145,6 +146,38 @@ async def unshare_adapter(call: Call) -> web.Response:
     return web.Response(status=204)
 
 
+@operation("PUT", "/tenants/{tenant}/adapters/{adapter}/pin", Permission.OPERATE)
+async def pin_adapter(call: Call) -> AdapterView:
+    """Keep what an adapter's `prod` stands for in the engines' memory.
+
+    It is brought in when nobody waits for another, and never evicted, in half of the memory for adapters at most. It
+    follows the alias, and lasts until it is taken back.
+    """
+    return await _keep(call, "pin")
+
+
+@operation("DELETE", "/tenants/{tenant}/adapters/{adapter}/pin", Permission.OPERATE)
+async def unpin_adapter(call: Call) -> AdapterView:
+    """Pin an adapter no longer, nor preload it; what is in memory may be evicted from now on."""
+    return await _keep(call, None)
+
+
+@operation("POST", "/tenants/{tenant}/adapters/{adapter}/preload", Permission.OPERATE)
+async def preload_adapter(call: Call) -> AdapterView:
+    """Have what an adapter's `prod` stands for brought into the engines' memory now, and whenever they start.
+
+    It may be evicted like any other; asked again, it is brought in again. An adapter that is pinned stays so.
+    """
+    return await _keep(call, "preload")
+
+
+async def _keep(call: Call, kept: Keeping | None) -> AdapterView:
+    db, name = call.services.db, call.path("adapter")
+    await set_kept(db, call.tenant.id, name, kept, actor=call.actor)
+    await call.services.keeper.say()
+    return AdapterView.of(await adapters.get_adapter(db, call.tenant.id, name))
+
+
 OPERATIONS = (
     list_adapters,
     get_adapter,
@@ -158,4 +191,7 @@ OPERATIONS = (
     list_shares,
     share_adapter,
     unshare_adapter,
+    pin_adapter,
+    unpin_adapter,
+    preload_adapter,
 )
