@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web import account, console_api, home, setup, signin
+from stencilpress.web import account, chat, console_api, home, setup, signin
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.guard import guard
 from stencilpress.web.headers import secure
@@ -22,6 +22,7 @@ PAGES = (
     signin,
     setup,
     account,
+    chat,
     console_api,
 )
 """Modules with ``ROUTES``."""

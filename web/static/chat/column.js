@@ -35,7 +35,6 @@ export class ColumnView {
     this.#follower = new Follower(part(this.element, "scroll"), this.#list, part(this.element, "to-end"));
     this.#follower.onNearTop = () => this.#buildEarlier();
     this.showModel();
-    this.show();
   }
 
   get id() {

@@ -30,7 +30,7 @@ export const newAnswer = (model) => ({
 export const isRunning = (answer) => answer?.status === "waiting" || answer?.status === "streaming";
 
 export function addTurn(conversation, text) {
-  if (!conversation.turns.length) conversation.title = titleOf(text);
+  conversation.title ||= titleOf(text);
   const turn = { text, at: Date.now(), answers: {} };
   conversation.turns.push(turn);
   return turn;
@@ -52,15 +52,19 @@ export function removeColumn(conversation, id) {
   for (const { answers } of conversation.turns) delete answers[id];
 }
 
-/** The messages that ask for the answer to turn `at` in a column. Texts that were never answered are asked together. */
+/**
+ * The messages that ask for the answer to turn `at` in a column. Turns that the column was not asked are not its own; texts
+ * that got no answer are asked together with the next, since templates want the roles to alternate.
+ */
 export function messagesFor(conversation, column, at) {
   const messages = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
   for (const [number, { text, answers }] of conversation.turns.slice(0, at + 1).entries()) {
+    if (!answers[column.id]) continue;
     const last = messages.at(-1);
     if (last?.role === "user") last.content += `\n\n${text}`;
     else messages.push({ role: "user", content: text });
-    const answer = answers[column.id];
-    if (number < at && answer?.text) messages.push({ role: "assistant", content: answer.text });
+    const said = answers[column.id].text;
+    if (number < at && said) messages.push({ role: "assistant", content: said });
   }
   return messages;
 }

@@ -20,7 +20,7 @@ const TEXTS = {
   request_too_large: "The conversation is too long to send. Begin a new one.",
   request_timeout: "The answer took longer than the server allows.",
   too_many_responses: "Too many answers are running in this page.",
-  invalid_api_key: "You are not signed in any more.",
+  signed_out: "You are not signed in any more. Reload the page to sign in; this conversation is kept.",
   permission_denied: "Your role does not allow this.",
   cut: "The connection was lost in the middle. What had arrived is kept.",
 };

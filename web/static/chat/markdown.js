@@ -25,6 +25,7 @@ const RULES = {
   ALLOWED_TAGS: TAGS,
   ALLOWED_ATTR: ["href", "title", "start", "align", "class"],
   ALLOWED_URI_REGEXP: LINK,
+  ADD_URI_SAFE_ATTR: ["align", "start"], // not addresses, which is what all others are checked as
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,

@@ -57,12 +57,12 @@ export class Store {
     for (const { id } of beyond) await this.remove(id);
   }
 
-  /** Keep one turn; with `last`, those behind it are forgotten. */
-  async saveTurn(id, number, turn, { last = false } = {}) {
+  /** Keep the turns from `from` up to `to`, and none behind the conversation's last. */
+  async saveTurns({ id, turns }, from = 0, to = turns.length) {
     const transaction = this.#db.transaction("turns", "readwrite");
-    const turns = transaction.objectStore("turns");
-    turns.put({ conversation: id, number, turn });
-    if (last) turns.delete(turnsOf(id, number + 1));
+    const kept = transaction.objectStore("turns");
+    for (let number = from; number < to; number += 1) kept.put({ conversation: id, number, turn: turns[number] });
+    kept.delete(turnsOf(id, turns.length));
     await finished(transaction);
   }
 

@@ -26,6 +26,7 @@ export class TurnView {
     const answer = this.#turn.answers[this.#columnId];
     this.answer?.element.remove();
     this.answer = answer ? new AnswerView(answer, this.#onBlock) : null;
+    this.element.hidden = !answer; // asked in other columns only
     if (this.answer) this.element.append(this.answer.element);
   }
 
