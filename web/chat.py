@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -35,7 +35,7 @@ class Control:
 
     @property
     def range(self) -> Mapping[str, float | int | str]:
-        """As the API checks it: ``kind`` (``int``, ``float``) and ``least``, ``most`` or ``above`` where they are set."""
+        """What the API takes: its ``kind`` (``int``, ``float``), and ``least``, ``most`` or ``above`` as far as set."""
         return _ranges().get(self.name, {})
 
 
@@ -88,8 +88,7 @@ def _refusal(may_call: bool, own: bool) -> str:
 
 @cache
 def _ranges() -> dict[str, dict[str, float | int | str]]:
-    kind = msgspec.inspect.type_info(ChatRequest)
-    assert isinstance(kind, msgspec.inspect.StructType)
+    kind = cast(msgspec.inspect.StructType, msgspec.inspect.type_info(ChatRequest))
     return {field.name: _range(field.type) for field in kind.fields}
 
 

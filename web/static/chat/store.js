@@ -63,6 +63,7 @@ export class Store {
     const kept = transaction.objectStore("turns");
     for (let number = from; number < to; number += 1) kept.put({ conversation: id, number, turn: turns[number] });
     kept.delete(turnsOf(id, turns.length));
+    transaction.commit(); // rather than with the next task: there is none if the page is being left
     await finished(transaction);
   }
 
