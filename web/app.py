@@ -16,8 +16,10 @@ from stencilpress.web import (
     chat,
     chat_socket,
     console_api,
+    dashboard,
     home,
     keys,
+    memory,
     setup,
     signin,
     tenants,
@@ -38,6 +40,8 @@ PAGES = (
     chat_socket,
     tenants,
     keys,
+    dashboard,
+    memory,
 )
 """Modules with ``ROUTES``."""
 
