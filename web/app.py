@@ -13,6 +13,7 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    chat,
     chat_socket,
     console_api,
     dashboard,
@@ -35,6 +36,7 @@ PAGES = (
     signin,
     setup,
     account,
+    chat,
     console_api,
     chat_socket,
     tenants,
