@@ -23,6 +23,7 @@ from stencilpress.web import (
     setup,
     signin,
     tenants,
+    usage,
 )
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
@@ -40,6 +41,7 @@ PAGES = (
     chat_socket,
     tenants,
     keys,
+    usage,
     dashboard,
     memory,
 )
