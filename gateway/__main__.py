@@ -45,6 +45,7 @@ from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
 from stencilpress.gateway.peers import serve_snapshots
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.sampling import sampling
 from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
@@ -152,6 +153,8 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)
+        view = EngineView(engine, db)
+        await stack.enter_async_context(sampling(settings, db, view))
         keeper = keeper_of(settings, db, engine, changes, base)
         await stack.enter_async_context(keeper.following())
         yield Services(
@@ -161,7 +164,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
-            view=EngineView(engine, db),
+            view=view,
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,

@@ -29,6 +29,7 @@ from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SideLoop
 from stencilpress.gateway.usage.record import Status
 from stencilpress.gateway.usage.recorder import Admitted, Meter, Recorder
+from stencilpress.gateway.usage.refusals import RefusalCounts
 
 ROLL_UP_S = 5.0
 PURGE_S = 60.0
@@ -159,7 +160,7 @@ async def accounting(settings: GatewaySettings, metrics: Metrics) -> AsyncIterat
             return await behind.call(used(tenant_id, periods))
 
         opened = Accounting(Quotas(store, seed, metrics), usage, behind)
-        for work in _background(usage, db, settings.usage_retention_days):
+        for work in _background(usage, metrics.refusals, db, settings.usage_retention_days):
             behind.start(work)
         renewing = asyncio.create_task(opened.quotas.run())
         try:
@@ -168,18 +169,21 @@ async def accounting(settings: GatewaySettings, metrics: Metrics) -> AsyncIterat
             renewing.cancel()
             await asyncio.wait([renewing])
             await opened.close()
-            await behind.call(_wind_up(behind, usage, db))
+            await behind.call(_wind_up(behind, usage, metrics.refusals, db))
             usage.close()
 
 
-async def _wind_up(behind: SideLoop, usage: Recorder, db: Database) -> None:
+async def _wind_up(behind: SideLoop, usage: Recorder, refusals: RefusalCounts, db: Database) -> None:
     """On the loop behind: end the jobs, write the last rows, close the connections."""
     await behind.stop()
     await usage.last_flush()
+    await refusals.last_flush(db)
     await db.close()
 
 
-def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coroutine[Any, Any, None]]:
+def _background(
+    usage: Recorder, refusals: RefusalCounts, db: Database, retention_days: int
+) -> list[Coroutine[Any, Any, None]]:
     holder = secrets.token_hex(8)
 
     async def roll_up_all() -> None:
@@ -194,6 +198,7 @@ def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coro
     return [
         usage.run(),
         usage.recover_for_ever(),
+        refusals.run(db),
         run_periodically(db, "usage-roll-up", holder, ROLL_UP_S, roll_up_all),
         run_periodically(db, "usage-purge", holder, PURGE_S, purge),
     ]
