@@ -40,10 +40,11 @@ from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
+from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
-from stencilpress.gateway.peers import serve_snapshots
+from stencilpress.gateway.peers import serve_peers
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.sampling import sampling
 from stencilpress.gateway.server import keep_certificate, tls_context
@@ -112,7 +113,7 @@ async def _serve(settings: GatewaySettings) -> int:
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
         if settings.peer_fd >= 0:
-            peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
+            peers = await serve_peers(socket.socket(fileno=settings.peer_fd), services.metrics)
             stack.callback(peers.close)
         if context is not None:
             renewal = asyncio.create_task(keep_certificate(context, settings))
@@ -165,6 +166,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             router=Router(db, base, changes),
             engine=engine,
             view=view,
+            live=live_feed(settings, metrics, view),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
@@ -217,6 +219,7 @@ def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
 async def _shut_down(services: Services) -> bool:
     """Refuse new work, let streams finish, end those that do not with an error event. True if none was cut."""
     services.drain.begin()
+    services.live.close()
     clean = await services.drain.idle(services.settings.drain_s)
     if not clean:
         await services.engine.close()  # ends every open stream

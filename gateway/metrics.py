@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stencilpress.gateway.live_counts import LiveCounts
 from stencilpress.gateway.usage.histogram import add, value_of
 from stencilpress.gateway.usage.refusals import RefusalCounts
 
@@ -93,6 +94,7 @@ class Metrics:
             registry=self.registry,
         )
         self.refusals = RefusalCounts()
+        self.live = LiveCounts(gateway)
         self.tenants = TenantCounts(tenants_shown)
         self.adapters = AdapterActivity()
 
@@ -100,6 +102,8 @@ class Metrics:
         """A request was over a limit of its tenant; ``watched``: it went on."""
         (self.quota_shadow_refusals if watched else self.quota_refusals).labels(dimension).inc()
         self.refusals.add(tenant_id, dimension, watched=watched)
+        if not watched:
+            self.live.refused(tenant_id, dimension)
 
     def snapshot(self) -> Snapshot:
         """The numbers of this moment."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import select, tuple_
+from sqlalchemy import Row, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
 from stencilpress.gateway.catalog.models import EngineSampleRow
@@ -48,10 +49,10 @@ async def add_engine_samples(db: Database, sums: Mapping[Sampled, EngineSum]) ->
             await session.flush()
 
 
-async def engine_series(db: Database, axis: Axis, server: str, engine: int | None = None) -> list[EngineSum]:
-    """What one engine of a server, or all of them, did in each step of the axis."""
+async def engine_series(db: Database, axis: Axis, server: str, engine: int | None = None) -> dict[int, list[EngineSum]]:
+    """What one engine of a server, or each that was there, did in each step of the axis."""
     row = EngineSampleRow
-    query = select(row.starts_at, row.sums).where(
+    query: Any = select(row.engine, row.starts_at, row.sums).where(
         row.server == server,
         row.period == ("minute" if axis.period == "minute" else "hour"),
         row.starts_at >= axis.start,
@@ -59,11 +60,19 @@ async def engine_series(db: Database, axis: Axis, server: str, engine: int | Non
     )
     if engine is not None:
         query = query.where(row.engine == engine)
-    steps = [EngineSum() for _ in range(axis.count)]
     async with db.read() as session:
-        for starts_at, stored in await session.execute(query):
-            steps[axis.index(starts_at)].merge(decode(stored))
-    return steps
+        rows = (await session.execute(query)).all()
+    return await asyncio.to_thread(_in_steps, rows, axis)
+
+
+def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> dict[int, list[EngineSum]]:
+    engines: dict[int, list[EngineSum]] = {}
+    for row in rows:
+        steps = engines.get(row.engine)
+        if steps is None:
+            steps = engines[row.engine] = [EngineSum() for _ in range(axis.count)]
+        steps[axis.index(row.starts_at)].merge(decode(row.sums))
+    return engines
 
 
 _NOTHING = encode(EngineSum())

@@ -14,6 +14,7 @@ from stencilpress.gateway.api.admin import (
     catalog,
     engines,
     keys,
+    live,
     series,
     tenants,
     uploads,
@@ -33,6 +34,7 @@ OPERATIONS = (
     *usage.OPERATIONS,
     *series.OPERATIONS,
     *engines.OPERATIONS,
+    *live.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )
