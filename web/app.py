@@ -13,13 +13,17 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    chat,
     chat_socket,
     console_api,
+    dashboard,
     home,
     keys,
+    memory,
     setup,
     signin,
     tenants,
+    usage,
 )
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
@@ -32,10 +36,14 @@ PAGES = (
     signin,
     setup,
     account,
+    chat,
     console_api,
     chat_socket,
     tenants,
     keys,
+    usage,
+    dashboard,
+    memory,
 )
 """Modules with ``ROUTES``."""
 

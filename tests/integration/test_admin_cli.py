@@ -42,6 +42,7 @@ VERBS = {
     "get_top": "usage top",
     "get_tenant_top": "usage top",
     "list_every_adapter": "adapter all",
+    "list_usage_days": "usage days",
     "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
@@ -68,6 +69,23 @@ VERBS = {
     "pin_adapter": "adapter pin",
     "unpin_adapter": "adapter unpin",
     "preload_adapter": "adapter preload",
+    "list_alerts": "alert list",
+    "list_tenant_alerts": "alert list",
+    "acknowledge_alert": "alert ack",
+    "acknowledge_tenant_alert": "alert ack",
+    "list_alert_rules": "alert rules",
+    "list_tenant_alert_rules": "alert rules",
+    "set_alert_rule": "alert set-rule",
+    "set_tenant_alert_rule": "alert set-rule",
+    "set_adapter_alert_rule": "alert set-rule",
+    "reset_alert_rule": "alert reset-rule",
+    "reset_tenant_alert_rule": "alert reset-rule",
+    "reset_adapter_alert_rule": "alert reset-rule",
+    "get_alert_webhook": "alert webhook",
+    "set_alert_webhook": "alert set-webhook",
+    "remove_alert_webhook": "alert remove-webhook",
+    "try_alert_webhook": "alert test-webhook",
+    "get_prometheus_rules": "alert prometheus-rules",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
@@ -87,6 +105,8 @@ WITHOUT_VERB |= {
 """What a running server tells."""
 WITHOUT_VERB |= {"compare_versions", "get_activity", "get_engine_series"}
 """For pages: ``usage series`` and ``usage top`` show the same."""
+WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
+"""Of a gateway's settings, which the command does not know."""
 
 Cli = Callable[..., Any]
 
@@ -183,6 +203,12 @@ async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
     assert pirate["ttft_ms"]["p50"] == pytest.approx(102, rel=0.05)
     assert pirate["ttft_ms"]["p99"] == pytest.approx(104, rel=0.05)
     assert await cli("usage", "list", "demo", "--json") == [base, pirate]
+    day = (now - timedelta(minutes=4)).date()
+    days = await viewer("GET", f"/tenants/demo/usage/days?first={day}&last={now.date()}")
+    assert sum(one["requests"] for one in days["data"]) == 5
+    assert sum(one["prompt_tokens"] for one in days["data"]) == 10 * (1 + 2 + 3 + 4)
+    assert (await cli("usage", "days", "demo", "--json"))["data"][-1] == days["data"][-1]
+    assert len((await viewer("GET", "/tenants/demo/usage/days"))["data"]) == 30
     first = await viewer("GET", "/tenants/demo/usage?limit=1")
     assert first["data"] == [base]
     assert (await viewer("GET", f"/tenants/demo/usage?limit=1&after={first['next']}"))["data"] == [pirate]

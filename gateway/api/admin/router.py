@@ -8,6 +8,7 @@ from aiohttp import web
 from stencilpress.gateway.access import ADMIN_PREFIX
 from stencilpress.gateway.api.admin import (
     adapters,
+    alerts,
     aliases,
     all_adapters,
     audit,
@@ -35,6 +36,7 @@ OPERATIONS = (
     *series.OPERATIONS,
     *engines.OPERATIONS,
     *live.OPERATIONS,
+    *alerts.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )
