@@ -8,6 +8,7 @@ from datetime import timedelta
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from stencilpress.gateway.accounts.oidc import provider_of
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
@@ -17,6 +18,8 @@ from stencilpress.web import (
     console_api,
     home,
     keys,
+    members,
+    oidc,
     setup,
     signin,
     tenants,
@@ -30,10 +33,12 @@ from stencilpress.web.static import ROOT, packaged
 PAGES = (
     home,
     signin,
+    oidc,
     setup,
     account,
     console_api,
     chat_socket,
+    members,
     tenants,
     keys,
 )
@@ -51,6 +56,7 @@ def mount_console(app: web.Application) -> None:
         passwords=Passwords(),
         templates=templates(),
         static=static,
+        provider=provider_of(settings),
         paths=frozenset(route.path for route in routes if route.method == "GET"),
     )
     app.middlewares.append(guard)
