@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -25,11 +26,13 @@ from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.accounting import accounting
+from stencilpress.gateway.alerts.watch import alerting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keeper import keeper_of
@@ -64,6 +67,8 @@ HANG_LIMIT_S = 30.0
 """A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
+
+logger = logging.getLogger("stencilpress.gateway")
 
 
 def main() -> int:
@@ -112,10 +117,16 @@ async def _serve(settings: GatewaySettings) -> int:
         if context is not None:
             renewal = asyncio.create_task(keep_certificate(context, settings))
             stack.callback(renewal.cancel)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
+        site = web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context)
+        await site.start()
+        if settings.gateway == 1:
+            for warning in settings.warnings:
+                logger.warning("%s", warning)
         heart = asyncio.create_task(_beat(Heartbeat(settings.heartbeat_fd, settings.hang_limit_s or HANG_LIMIT_S)))
         stack.callback(heart.cancel)
         await stop.wait()
+        if settings.gateways > 1:  # the other gateways accept from the same socket
+            await site.stop()
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
@@ -139,6 +150,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
         accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await stack.enter_async_context(alerting(settings, engine))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)
@@ -151,6 +163,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
+            view=EngineView(engine, db),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,

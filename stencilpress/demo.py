@@ -76,7 +76,7 @@ def banner(url: str, base: Base, demo: Demo | None, console: str) -> str:
     head, place = f"Stencilpress serves {base.ids[0]} at {url}", f"  console  {console}"
     if demo is None:
         advice = "Make a tenant and a key: stencilpress tenant add NAME, stencilpress key create NAME"
-        return "\n".join([head, place, advice])
+        return f"{head}\n{place}\n{advice}"
     models = [base.short_name, *demo.adapters]
     lines = [
         head,

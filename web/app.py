@@ -16,9 +16,11 @@ from stencilpress.web import (
     account,
     chat_socket,
     console_api,
+    dashboard,
     home,
     keys,
     members,
+    memory,
     oidc,
     setup,
     signin,
@@ -41,6 +43,8 @@ PAGES = (
     members,
     tenants,
     keys,
+    dashboard,
+    memory,
 )
 """Modules with ``ROUTES``."""
 
