@@ -14,6 +14,7 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    chat,
     chat_socket,
     console_api,
     dashboard,
@@ -25,6 +26,7 @@ from stencilpress.web import (
     setup,
     signin,
     tenants,
+    usage,
 )
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
@@ -38,11 +40,13 @@ PAGES = (
     oidc,
     setup,
     account,
+    chat,
     console_api,
     chat_socket,
     members,
     tenants,
     keys,
+    usage,
     dashboard,
     memory,
 )
