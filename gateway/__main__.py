@@ -26,11 +26,13 @@ from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.accounting import accounting
+from stencilpress.gateway.alerts.watch import alerting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keeper import keeper_of
@@ -148,6 +150,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
         accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await stack.enter_async_context(alerting(settings, engine))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)
@@ -160,6 +163,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
+            view=EngineView(engine, db),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,

@@ -153,6 +153,10 @@ class Engines:
         """Who holds which page of each engine's pool; None for one that does not answer within a second."""
         return list(await asyncio.gather(*(_soon(client.pages()) for client in self._clients)))
 
+    async def pages_of(self, engine: int) -> Pages | None:
+        """Who holds which page of one engine's pool; None if it does not answer. Engines count from 0 here."""
+        return await _soon(self._clients[engine].pages())
+
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> list[Kept | None]:
         """Have adapters kept at hand where their requests go, instead of those before; each engine that connects later
         is told too."""
@@ -166,6 +170,11 @@ class Engines:
     async def forget(self, digests: Iterable[str]) -> None:
         """Tell every engine that versions are deleted: none keeps memory for them once their last request has ended."""
         await asyncio.gather(*(_soon(client.forget(digest)) for digest in set(digests) for client in self._clients))
+
+    @property
+    def welcomes(self) -> Sequence[Welcome | None]:
+        """What each engine said of itself when it was connected; None for one that is not."""
+        return [client.welcome if client.ready else None for client in self._clients]
 
     @property
     def open_requests(self) -> Sequence[int]:

@@ -15,8 +15,10 @@ from stencilpress.web import (
     account,
     chat_socket,
     console_api,
+    dashboard,
     home,
     keys,
+    memory,
     setup,
     signin,
     tenants,
@@ -36,6 +38,8 @@ PAGES = (
     chat_socket,
     tenants,
     keys,
+    dashboard,
+    memory,
 )
 """Modules with ``ROUTES``."""
 

@@ -47,6 +47,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
@@ -296,7 +297,7 @@ class FakeEngine:
                 del self._kept[connection]
 
     def _stats(self, id_: int) -> Stats:
-        counts = dict.fromkeys(Stats.__struct_fields__, 0)
+        counts: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__[: -len(Stats.__struct_defaults__)], 0)
         counts |= {"id": id_, "running": len(self._requests), "steps": self._steps}
         counts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
         return Stats(**counts)
