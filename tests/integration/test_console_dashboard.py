@@ -121,6 +121,21 @@ async def test_a_permalink_shows_the_same_time_again(gateway: Gateway) -> None:
     assert "data-refresh-s" not in again.text  # the past does not change
 
 
+async def test_usage_by_day_is_a_page_and_a_file(gateway: Gateway) -> None:
+    await use(gateway, "demo", "pirate", [1, 2, 3])
+    browser = await signed_in(gateway, Role.VIEWER)
+    page = await browser.get("/console/t/demo/usage?days=7")
+    assert sum(chart(page, "tokens-by-day")["series"][1]["values"]) == 60
+    assert "pirate@1" in page.words
+    file = await browser.get("/console/t/demo/usage?days=7&format=csv")
+    assert file.headers["Content-Type"].startswith("text/csv")
+    header, *days = file.text.splitlines()
+    assert len(days) == 7
+    column = header.split(",").index("completion_tokens")
+    assert sum(int(day.split(",")[column]) for day in days) == 60
+    await browser.get("/console/t/other/usage", status=404)
+
+
 @pytest.mark.parametrize("query", ["range=2y", "start=x&end=y", "start=2026-01-02&end=2026-01-01"])
 async def test_a_time_that_is_none_is_told(gateway: Gateway, query: str) -> None:
     browser = await signed_in(gateway, Role.VIEWER)
