@@ -253,6 +253,7 @@ async def test_attempts_of_an_address_are_limited_whatever_the_account(
     monkeypatch.setattr(signing, "ADDRESS_ATTEMPTS", 3)
     user = await user_with_password(db, passwords)
     for number in range(3):
+        await sign_in(db, passwords, user.email, PASSWORD, f"2001:db8::{number}")
         with pytest.raises(SignInError):
             await sign_in(db, passwords, f"{number}@example.com", "wrong", f"2001:db8::{number}")
     with pytest.raises(RateLimitError):
