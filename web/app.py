@@ -20,6 +20,7 @@ from stencilpress.web import (
     dashboard,
     home,
     keys,
+    live,
     members,
     memory,
     oidc,
@@ -48,6 +49,7 @@ PAGES = (
     keys,
     usage,
     dashboard,
+    live,
     memory,
 )
 """Modules with ``ROUTES``."""
