@@ -8,6 +8,7 @@ from datetime import timedelta
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from stencilpress.gateway.accounts.oidc import provider_of
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
@@ -19,7 +20,9 @@ from stencilpress.web import (
     dashboard,
     home,
     keys,
+    members,
     memory,
+    oidc,
     setup,
     signin,
     tenants,
@@ -34,11 +37,13 @@ from stencilpress.web.static import ROOT, packaged
 PAGES = (
     home,
     signin,
+    oidc,
     setup,
     account,
     chat,
     console_api,
     chat_socket,
+    members,
     tenants,
     keys,
     usage,
@@ -59,6 +64,7 @@ def mount_console(app: web.Application) -> None:
         passwords=Passwords(),
         templates=templates(),
         static=static,
+        provider=provider_of(settings),
         paths=frozenset(route.path for route in routes if route.method == "GET"),
     )
     app.middlewares.append(guard)

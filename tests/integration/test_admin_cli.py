@@ -94,9 +94,16 @@ VERBS = {
 """What each operation is called on the command line."""
 WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
 """The command has no key to tell of and no requests to count, and takes files as a whole."""
-WITHOUT_VERB |= {"list_engines", "get_pages", "list_residency", "list_tenant_residency"}
+WITHOUT_VERB |= {
+    "list_engines",
+    "get_pages",
+    "list_residency",
+    "list_tenant_residency",
+    "follow_live",
+    "follow_tenant_live",
+}
 """What a running server tells."""
-WITHOUT_VERB |= {"compare_versions", "get_activity"}
+WITHOUT_VERB |= {"compare_versions", "get_activity", "get_engine_series"}
 """For pages: ``usage series`` and ``usage top`` show the same."""
 WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
 """Of a gateway's settings, which the command does not know."""
