@@ -17,6 +17,7 @@ from stencilpress.gateway.catalog.kept import set_kept
 from stencilpress.gateway.catalog.records import Keeping, find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InternalError
+from stencilpress.gateway.lifecycle.contents import Contents
 from stencilpress.gateway.lifecycle.diff import Diff
 from stencilpress.gateway.worker_process import WorkerError
 
@@ -109,6 +110,13 @@ async def restore_version(call: Call) -> VersionView:
     return await get_version.handler(call)  # type: ignore[no-any-return]
 
 
+@operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/contents", Permission.READ)
+async def get_version_contents(call: Call) -> Contents:
+    """The config of a version, and the projections that it adapts with their ranks."""
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter"))
+    return await desk_of(call).contents(find_version_of(adapter, number_of(call)), call.tenant.id)
+
+
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/diff", Permission.READ)
 async def diff_versions(call: Call, query: DiffQuery) -> Diff:
     """What differs from the version to the `other`: config, modules, ranks by layer, and how far weights have moved."""
@@ -187,6 +195,7 @@ OPERATIONS = (
     set_version_defaults,
     delete_version,
     restore_version,
+    get_version_contents,
     diff_versions,
     list_shares,
     share_adapter,
