@@ -26,6 +26,10 @@ class AdapterQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=T
     deleted: Annotated[bool, Meta(description="Deleted adapters and versions too.")] = False
 
 
+class DeletedQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    deleted: Annotated[bool, Meta(description="Also if it was deleted, and its deleted versions.")] = False
+
+
 class DiffQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     other: Annotated[int, Meta(ge=1, le=2**31 - 1, description="The version on the right.")]
 
@@ -44,9 +48,10 @@ async def list_adapters(call: Call, query: AdapterQuery) -> Page[AdapterView]:
 
 
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}", Permission.READ)
-async def get_adapter(call: Call) -> AdapterView:
+async def get_adapter(call: Call, query: DeletedQuery) -> AdapterView:
     """One adapter with its versions and aliases."""
-    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter")))
+    name = call.path("adapter")
+    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, name, deleted=query.deleted))
 
 
 @operation("DELETE", "/tenants/{tenant}/adapters/{adapter}", Permission.WRITE)
