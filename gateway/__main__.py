@@ -49,6 +49,7 @@ from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SWITCH_S
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
+from stencilpress.web.app import mount_console
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
@@ -101,7 +102,7 @@ async def _serve(settings: GatewaySettings) -> int:
         if traces is not None:
             stack.push_async_callback(traces.close)
         services = await stack.enter_async_context(_services(settings, traces))
-        runner = create_runner(services, LAST_EVENTS_S)
+        runner = create_runner(services, LAST_EVENTS_S, [mount_console])
         await runner.setup()
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms

@@ -40,6 +40,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate chain in PEM; with it the port speaks TLS alone."""
     tls_key: str = ""
     """Its private key in PEM."""
+    session_limit_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 7 * 86400.0
+    """How long somebody stays signed in to the console."""
+    session_idle_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 12 * 3600.0
+    """How long a session of the console may rest; then it ends."""
     hang_limit_s: Annotated[float, Meta(ge=0)] = 0.0
     """The engines' setting too: longest time between two turns of the loop; 0 takes 30 s."""
     drain_s: Seconds = 2.5

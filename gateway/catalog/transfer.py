@@ -2,7 +2,7 @@
 
 The first line is a header, the last one the number of rows; between them are the rows of :data:`EXPORTED`, parents
 first. Ids that the database gives out are given out anew on import, so a file fits beside what is there. It holds the
-hashes of keys and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it.
+hashes of keys and passwords and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 FORMAT = "stencilpress-catalog"
 EXPORTED = (
     "tenants",
+    "users",
     "api_keys",
     "adapters",
     "versions",
@@ -38,8 +39,18 @@ EXPORTED = (
     "smoke_suites",
 )
 """In this order: what a row refers to comes before it."""
-NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "smoke_runs", "catalog_stamps", "job_leases")
-"""The history of this installation, and what only means something beside its gateways."""
+NOT_EXPORTED = (
+    "audit_log",
+    "usage_requests",
+    "usage_rollups",
+    "smoke_runs",
+    "catalog_stamps",
+    "job_leases",
+    "console_sessions",
+    "one_time_links",
+    "sign_in_attempts",
+)
+"""The history of this installation, and what only means something beside its gateways. People sign in anew."""
 LOOSE_REFERENCES: Mapping[tuple[str, str], int | None] = {("aliases", "move_id"): 0, ("alias_moves", "parent_id"): None}
 """Columns that name a row of ``alias_moves`` without a foreign key, with what stands there for none."""
 BATCH_ROWS = 500

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stencilpress.engine.client import REQUEST_RING_BYTES, EngineClient
 from stencilpress.gateway.accounting import accounting
-from stencilpress.gateway.app import create_runner
+from stencilpress.gateway.app import Mount, create_runner
 from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion
 from stencilpress.gateway.catalog.schema import migrate
@@ -108,6 +108,7 @@ async def running_gateway(
     template: str | None = TEMPLATE,
     request_ring_bytes: int = REQUEST_RING_BYTES,
     database_url: str = "",
+    mounts: Sequence[Mount] = (),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Everything of one gateway in this process; the engine in a thread. The catalog is a file unless one is named."""
@@ -158,7 +159,7 @@ async def running_gateway(
                 gate=IntakeGate(gateway_settings.intake_workers),
             ),
         )
-        runner = create_runner(services, shutdown_timeout_s=1.0)
+        runner = create_runner(services, 1.0, mounts)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()

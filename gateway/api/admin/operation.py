@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
@@ -47,6 +47,8 @@ class Call:
     """The name of the key's tenant."""
     path_tenant: Tenant | None
     """The tenant of the path, if it has one."""
+    parts: Mapping[str, str]
+    """The other parts of the path, decoded, by their names in the pattern."""
 
     @property
     def tenant(self) -> Tenant:
@@ -57,7 +59,7 @@ class Call:
 
     def path(self, name: str) -> str:
         """A part of the path, decoded."""
-        return self.request.match_info[name]
+        return self.parts[name]
 
 
 @dataclass(frozen=True, slots=True)
