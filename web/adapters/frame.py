@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -45,7 +46,8 @@ def home_of(tenant: str) -> str:
 
 def adapter_path(request: web.Request) -> str:
     """The first page of the adapter in the request's path."""
-    return f"{home_of(tenant_of(request).name)}/adapters/{request.match_info['adapter']}"
+    name = quote(request.match_info["adapter"], safe="")  # it stands in headers before anybody has checked it
+    return f"{home_of(tenant_of(request).name)}/adapters/{name}"
 
 
 async def find_adapter(request: web.Request) -> AdapterView:
