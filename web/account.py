@@ -71,7 +71,7 @@ async def _account(request: web.Request, error: ApiError | None = None) -> web.R
         status=200 if error is None else 422,
         user=None if known is None else known.user,
         sessions=await list_sessions(request.app[SERVICES].db, visitor.user_id),
-        errors={} if error is None else errors_of(error),
+        errors=errors_of(error),
     )
 
 

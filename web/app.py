@@ -11,8 +11,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web import account, console_api, home, setup, signin
+from stencilpress.web import (
+    account,
+    chat_socket,
+    console_api,
+    home,
+    keys,
+    setup,
+    signin,
+    tenants,
+)
 from stencilpress.web.console import CONSOLE, Console
+from stencilpress.web.formats import FILTERS
 from stencilpress.web.guard import guard
 from stencilpress.web.headers import secure
 from stencilpress.web.static import ROOT, packaged
@@ -23,6 +33,9 @@ PAGES = (
     setup,
     account,
     console_api,
+    chat_socket,
+    tenants,
+    keys,
 )
 """Modules with ``ROUTES``."""
 
@@ -50,7 +63,9 @@ def mount_console(app: web.Application) -> None:
 def templates() -> Environment:
     """What a person typed is inert in all of them; a name that a page does not give is an error."""
     loader = PackageLoader("stencilpress.web", "templates")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= FILTERS
+    return made
 
 
 async def _passwords_closed(app: web.Application) -> AsyncIterator[None]:

@@ -76,12 +76,26 @@ def to_struct(form: MultiDictProxy[str], kind: type[T], **fixed: Any) -> T:
     return kind(**values)
 
 
-def errors_of(error: ApiError) -> dict[str, str]:
+class Shown(dict[str, Any]):
+    """Values or texts by field for a template; a field that is not there is an empty text."""
+
+    def __missing__(self, field: str) -> str:
+        return ""
+
+
+def shown_again(form: MultiDictProxy[str]) -> Shown:
+    """What a person typed, for the form that is shown again with its errors. The last of several values counts."""
+    return Shown(form.items())
+
+
+def errors_of(error: ApiError | None) -> Shown:
     """What to show beside each field of a form, by name; "" is the form as a whole."""
+    if error is None:
+        return Shown()
     if isinstance(error, FormError):
-        return error.errors
+        return Shown(error.errors)
     param = error.param or ""
-    return {param: error.message.removeprefix(f"{param}: ") if param else error.message}
+    return Shown({param: error.message.removeprefix(f"{param}: ") if param else error.message})
 
 
 def _value(form: MultiDictProxy[str], field: msgspec.structs.FieldInfo) -> Any:

@@ -45,7 +45,7 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def is_api(request: web.Request) -> bool:
     """Whether a script asks, and not a browser for a page."""
-    return request.path.startswith(f"{API_PREFIX}/")
+    return request.path.startswith(f"{API_PREFIX}/") or request.headers.get("Upgrade", "").lower() == "websocket"
 
 
 def _error_response(request: web.Request, error: ApiError) -> web.StreamResponse:

@@ -37,9 +37,10 @@ TITLES = {
 _TENANT = web.RequestKey("page_tenant", Tenant)
 
 
-def page(needs: Permission) -> Callable[[Handler], Handler]:
+def page(needs: Permission, *, deleted: bool = False) -> Callable[[Handler], Handler]:
     """For people who are signed in and may ``needs``. A path with ``{tenant}`` is for those who may know of it.
 
+    ``deleted`` shows an operator tenants that are deleted, too.
     A page that has no tenant and needs :attr:`Permission.READ` alone is for everybody who is signed in.
     """
 
@@ -49,7 +50,10 @@ def page(needs: Permission) -> Callable[[Handler], Handler]:
             visitor = visitor_of(request)
             if "tenant" in request.match_info:
                 request[_TENANT] = await find_tenant(
-                    request.app[SERVICES], principal_of(request), request.match_info["tenant"], needs
+                    request.app[SERVICES],
+                    principal_of(request),
+                    request.match_info["tenant"],
+                    Permission.OPERATE if deleted else needs,
                 )
             check_permission(visitor.role, needs)
             return await handler(request)

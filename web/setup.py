@@ -43,7 +43,7 @@ def _form(request: web.Request, link: Link, email: str = "", error: ApiError | N
         status=200 if error is None else 422,
         link=link,
         email=email[:254],
-        errors={} if error is None else errors_of(error),
+        errors=errors_of(error),
     )
 
 

@@ -56,10 +56,7 @@ async def recognise(request: web.Request) -> None:
     known = await request.app[CONSOLE].sessions.find(session) if session else None
     if known is not None:
         request[_SIGNED_IN], request[_BINDING] = known, session
-        principal = principal_of(request)
-        request[CALLER] = principal
-        if observed := CURRENT.get(None):
-            observed.tenant, observed.key_id = principal.tenant, principal.key_id
+        _name_caller(request, principal_of(request))
         return
     request[_FRESH] = not is_token(visit)
     request[_BINDING] = new_token() if request[_FRESH] else visit
@@ -99,6 +96,20 @@ def csrf_token(request: web.Request) -> str:
     return csrf_of(request[_BINDING])
 
 
+async def caller_again(request: web.Request) -> Principal:
+    """The user as one who calls, on a connection that outlives its request: the session may have ended since.
+
+    Raises :class:`SignedOutError`, :class:`UnavailableError`.
+    """
+    known = await request.app[CONSOLE].sessions.find(request[_BINDING])
+    if known is None:
+        raise SignedOutError
+    request[_SIGNED_IN] = known
+    principal = principal_of(request)
+    _name_caller(request, principal)
+    return principal
+
+
 def principal_of(request: web.Request) -> Principal:
     """The user as one who calls: usage, quotas and limits hold as for a key of the tenant.
 
@@ -109,6 +120,13 @@ def principal_of(request: web.Request) -> Principal:
         raise SignedOutError
     tenant, user = known.tenant, known.user
     return Principal(tenant.id, tenant.name, user.public_id, tenant.limits, tenant.prefix_salt, user.role)
+
+
+def _name_caller(request: web.Request, principal: Principal) -> None:
+    """For the log."""
+    request[CALLER] = principal
+    if observed := CURRENT.get(None):
+        observed.tenant, observed.key_id = principal.tenant, principal.key_id
 
 
 def actor_of(request: web.Request) -> Actor:

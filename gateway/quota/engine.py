@@ -18,6 +18,7 @@ from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.terms import (
     Ask,
+    Levels,
     Outcome,
     Periods,
     QuotaStore,
@@ -123,6 +124,20 @@ class Quotas:
         if store is not None:
             self._live.add(reservation)
         return reservation
+
+    async def levels(self, tenant_id: int, quota: Quota) -> Levels:
+        """What a tenant uses now. Of one without limits only the day and the month are known, by its usage rows.
+
+        Raises :class:`UnavailableError` if the store or the catalog does not answer.
+        """
+        periods = self._calendar.periods(quota.time_zone)
+        counted = Levels(None, None, None, None, None)
+        if _is_limited(quota):
+            counted = await self._store.levels(tenant_id, periods)
+        if counted.tokens_per_day is None or counted.tokens_per_month is None:
+            seeds = await self._seed(tenant_id, periods)
+            counted = replace(counted, tokens_per_day=seeds.day, tokens_per_month=seeds.month)
+        return counted
 
     async def run(self) -> None:
         """Renew what is held and settle what is not, until cancelled."""

@@ -84,6 +84,17 @@ class Renewal:
     reported: int
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a tenant uses at one moment, what its running requests have reserved included; None is not known here."""
+
+    concurrent_streams: int | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+
+
 class QuotaStore(Protocol):
     """Where the counts are. Raises :class:`StoreUnavailableError` where it is remote."""
 
@@ -95,6 +106,9 @@ class QuotaStore(Protocol):
 
     async def renew(self, renewals: Sequence[Renewal]) -> None:
         """Hold leases for another ``lease_ms``, also those that the store has lost."""
+
+    async def levels(self, tenant_id: int, periods: Periods) -> Levels:
+        """What is used; a budget that nothing was charged to since the store began is None."""
 
     async def close(self) -> None:
         """Let go of connections."""

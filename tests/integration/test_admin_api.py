@@ -279,3 +279,22 @@ async def test_me_says_what_the_key_may(gateway: Gateway) -> None:
         "models": None,
         "routes": None,
     }
+
+
+async def test_the_quota_says_what_is_used_beside_the_limits(gateway: Gateway, operator: AdminClient) -> None:
+    limits = {"requests_per_minute": 5, "concurrent_streams": 3, "tokens_per_day": 1000, "time_zone": "Asia/Tokyo"}
+    await operator("PATCH", "/tenants/demo", limits)
+    api = await gateway.openai()
+    answer = await api.chat.completions.create(
+        model="base", messages=[{"role": "user", "content": "abc"}], max_tokens=5
+    )
+    assert answer.usage is not None
+    viewer = await admin_client(gateway, "demo", Role.VIEWER)
+    quota = await viewer("GET", "/tenants/demo/quota")
+    assert quota["requests_per_minute"] == {"used": 1, "limit": 5}
+    assert quota["concurrent_streams"] == {"used": 0, "limit": 3}
+    assert quota["tokens_per_day"] == {"used": answer.usage.total_tokens, "limit": 1000}
+    assert quota["tokens_per_month"] == {"used": answer.usage.total_tokens, "limit": None}
+    assert quota["adapters"]["used"] > 0
+    assert quota["stored_bytes"]["used"] > 0
+    assert (quota["time_zone"], quota["shadow"]) == ("Asia/Tokyo", False)

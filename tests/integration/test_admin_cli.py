@@ -70,8 +70,8 @@ VERBS = {
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
-"""The command has no key to tell of, and takes files as a whole."""
+WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
+"""The command has no key to tell of and no requests to count, and takes files as a whole."""
 
 Cli = Callable[..., Any]
 

@@ -8,8 +8,9 @@ from msgspec import Meta
 
 from stencilpress.gateway.access import PERMISSIONS, Permission, Role
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
-from stencilpress.gateway.api.admin.views import LimitChanges, Me, NewTenant, TenantView, given
+from stencilpress.gateway.api.admin.views import LimitChanges, Me, NewTenant, QuotaView, TenantView, given
 from stencilpress.gateway.catalog import tenants
+from stencilpress.gateway.catalog.adapters import stored
 from stencilpress.gateway.catalog.limits import changed
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ConflictError
@@ -77,6 +78,18 @@ async def change_tenant(call: Call, body: LimitChanges) -> TenantView:
     return TenantView.of(changed_)
 
 
+@operation("GET", "/tenants/{tenant}/quota", Permission.READ)
+async def get_quota(call: Call) -> QuotaView:
+    """What the tenant uses now, beside its limits.
+
+    Several gateways without a shared quota store count each for itself; then this is what the one that answers has
+    counted.
+    """
+    limits, services = call.tenant.limits, call.services
+    levels = await services.accounting.quotas.levels(call.tenant.id, limits.quota)
+    return QuotaView.of(limits, levels, *await stored(services.db, call.tenant.id))
+
+
 @operation("POST", "/tenants/{tenant}/disable", Permission.OPERATE)
 async def disable_tenant(call: Call) -> TenantView:
     """Refuse a tenant's keys and uploads from now on; streams that run end normally."""
@@ -118,6 +131,7 @@ OPERATIONS = (
     create_tenant,
     get_tenant,
     change_tenant,
+    get_quota,
     disable_tenant,
     enable_tenant,
     delete_tenant,
