@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stencilpress.gateway.api.admin.series_views import UsageTotals
-from stencilpress.web.adapters import words
+from stencilpress.web.formats import milliseconds, number, percent
 
 FEW_REQUESTS = 50
 """Below this a difference means little."""
@@ -36,11 +36,11 @@ _LATENCIES: tuple[tuple[str, Reading], ...] = (
 
 def compare(stable: UsageTotals, canary: UsageTotals) -> list[Row]:
     """The rows of the table; less is better for latencies and errors, more for speed and hits."""
-    rows = [Row("Requests", words.number(stable.requests), words.number(canary.requests), _share(stable, canary), "")]
-    rows.append(_row("Errors", lambda one: one.error_share, words.percent, stable, canary))
-    rows += [_row(label, reading, words.ms, stable, canary) for label, reading in _LATENCIES]
-    rows.append(_row("Tokens per second of a stream", _speed, _rate, stable, canary, more_is_better=True))
-    rows.append(_row("Hit rate", lambda one: one.hit_rate, words.percent, stable, canary, more_is_better=True))
+    rows = [Row("Requests", number(stable.requests), number(canary.requests), _share(stable, canary), "")]
+    rows.append(_row("Errors", lambda one: one.error_share, percent, stable, canary))
+    rows += [_row(label, reading, milliseconds, stable, canary) for label, reading in _LATENCIES]
+    rows.append(_row("Tokens per second of a stream", _speed, number, stable, canary, more_is_better=True))
+    rows.append(_row("Hit rate", lambda one: one.hit_rate, percent, stable, canary, more_is_better=True))
     return rows
 
 
@@ -68,11 +68,7 @@ def _speed(one: UsageTotals) -> float | None:
     return one.tokens_per_s
 
 
-def _rate(value: float | None) -> str:
-    return words.NONE if value is None else words.number(value)
-
-
 def _share(stable: UsageTotals, canary: UsageTotals) -> str:
     """The canary's part of both."""
     both = stable.requests + canary.requests
-    return f"{words.percent(canary.requests / both)} of both" if both else ""
+    return f"{percent(canary.requests / both)} of both" if both else ""

@@ -11,6 +11,7 @@ import msgspec
 
 from stencilpress.gateway.lifecycle.diff import DeltaChange, Diff, LayerRanks, TensorChange
 from stencilpress.web.adapters import words
+from stencilpress.web.formats import NONE, percent
 
 SHOWN = 24
 """Bars that are shown at once; the others unfold."""
@@ -96,12 +97,12 @@ def _bar(name: str, one: DeltaChange | TensorChange, furthest: float) -> Bar:
         only = "new" if one.left is None else "gone" if one.right is None else "other shape"
         return Bar(short_name(name), 100.0, only, norms)
     distance = _distance(one)
-    moved = words.percent(one.relative) if one.relative is not None else _norm(one.change)
+    moved = percent(one.relative) if one.relative is not None else _norm(one.change)
     return Bar(short_name(name), round(100 * distance / furthest, 2) if furthest else 0.0, moved, norms)
 
 
 def _norm(value: float | None) -> str:
-    return words.NONE if value is None else f"{value:.4g}"
+    return NONE if value is None else f"{value:.4g}"
 
 
 def _by_projection(names: Sequence[str]) -> list[str]:
@@ -126,4 +127,4 @@ def _rank_text(ranks: Mapping[str, int]) -> str:
     by_rank: dict[int, list[str]] = {}
     for name, rank in ranks.items():
         by_rank.setdefault(rank, []).append(words.module(name))
-    return ", ".join(f"{' '.join(names)}: {rank}" for rank, names in by_rank.items()) or words.NONE
+    return ", ".join(f"{' '.join(names)}: {rank}" for rank, names in by_rank.items()) or NONE

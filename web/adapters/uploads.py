@@ -13,6 +13,7 @@ from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.adapters import words
 from stencilpress.web.adapters.frame import SECTION, TENANT, home_of
+from stencilpress.web.formats import size
 from stencilpress.web.page import page, render, tenant_of
 
 
@@ -23,7 +24,7 @@ async def show_upload(request: web.Request) -> web.StreamResponse:
     adapter = asked if is_name(asked) else ""
     limits, settings = tenant.limits, request.app[SERVICES].settings
     accepted = [
-        ("Size", f"up to {words.size(limits.max_adapter_bytes)}"),
+        ("Size", f"up to {size(limits.max_adapter_bytes)}"),
         ("Rank", f"up to {min(limits.max_rank, settings.max_lora_rank)}"),
         ("Modules", "all" if limits.target_modules is None else words.modules(limits.target_modules) or "none"),
         ("Adapters", f"up to {limits.max_adapters:,}"),
