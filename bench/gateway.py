@@ -151,6 +151,7 @@ def check(seen: Sequence[Seen], tokens: int, text: str = "") -> int:
 async def direct(bench: Bench, streams: int, rounds: int) -> list[float]:
     """First-token times in seconds of the same load through the engine client alone."""
     prompt, times = pack_tokens(bench.prompt), []
+    await asyncio.sleep(1)  # those beside are there by then
     async with EngineClient(bench.engine_socket) as client:
         await client.wait_ready()
 
@@ -170,6 +171,14 @@ async def direct(bench: Bench, streams: int, rounds: int) -> list[float]:
 
 
 @contextlib.contextmanager
+def beside_direct(bench: Bench, streams: int, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The same as :func:`beside` without a gateway."""
+    command = [sys.executable, "-m", "bench.gateway_direct", str(bench.engine_socket), str(streams), str(tokens)]
+    with subprocess.Popen([*command, str(len(bench.prompt))], stdout=subprocess.PIPE) as process:
+        yield process
+
+
+@contextlib.contextmanager
 def beside(target: Target, streams: int, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
     """Streams in a process of their own that hardly costs anything; what it prints says what came of them."""
     command = [sys.executable, "-m", "bench.gateway_load", target.host, str(target.port), target.key, target.model]
@@ -180,7 +189,8 @@ def beside(target: Target, streams: int, tokens: int) -> Iterator[subprocess.Pop
 def told(process: subprocess.Popen[bytes]) -> int:
     """The tokens of those streams, at their end."""
     assert process.stdout is not None
-    return int(json.loads(process.stdout.read())[1])
+    came = json.loads(process.stdout.read())
+    return int(came[1] if isinstance(came, list) else came)
 
 
 async def watch(target: Target, streams: int, tokens: int, rounds: int) -> list[Seen]:
@@ -213,12 +223,15 @@ def row(
 def streams_case(bench: Bench, repeats: int) -> list[Result]:
     """200 streams at 50 tokens a second, of which 50 come and go: added time to the first token."""
     watched, rounds = 50, 4
+    others, tokens = 200 - watched, 400
     p50, p99, gaps = [], [], []
     for number in range(repeats + 1):
-        base = uvloop.run(direct(bench, watched, rounds))
-        with beside(bench.target(), 200 - watched, 400) as others:
+        with beside_direct(bench, others, tokens) as process:
+            base = uvloop.run(direct(bench, watched, rounds))
+            assert told(process) == others * tokens
+        with beside(bench.target(), others, tokens) as process:
             seen = uvloop.run(watch(bench.target(), watched, TOKENS, rounds))
-            assert told(others) == (200 - watched) * 400
+            assert told(process) == others * tokens
         assert check(seen, TOKENS, bench.text) == 0
         if not number:
             continue

@@ -42,5 +42,10 @@ class Batch:
         self.requests[request.key] = request
         self.budget -= count
 
+    @property
+    def adapters(self) -> int:
+        """Distinct ones in the step."""
+        return len(self._chunks) - (None in self._chunks)
+
     def segments(self) -> tuple[Segment, ...]:
         return tuple(Segment(adapter, (*ones, *longer)) for adapter, (ones, longer) in self._chunks.items())

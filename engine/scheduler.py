@@ -344,10 +344,10 @@ class Scheduler:
         segments = batch.segments()
         if not segments:
             return None
-        self._counters.steps += 1
+        number = self._counters.step(adapters=batch.adapters, requests=len(batch.requests))
         self._accounts.served(batch.price)
-        self._pool.begin(self._counters.steps)
-        plan = StepPlan(self._counters.steps, segments)
+        self._pool.begin(number)
+        plan = StepPlan(number, segments)
         self._flights.append(Flight(plan, batch.requests))
         return plan
 

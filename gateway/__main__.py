@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keeper import keeper_of
@@ -64,6 +66,8 @@ HANG_LIMIT_S = 30.0
 """A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
+
+logger = logging.getLogger("stencilpress.gateway")
 
 
 def main() -> int:
@@ -112,10 +116,16 @@ async def _serve(settings: GatewaySettings) -> int:
         if context is not None:
             renewal = asyncio.create_task(keep_certificate(context, settings))
             stack.callback(renewal.cancel)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
+        site = web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context)
+        await site.start()
+        if settings.gateway == 1:
+            for warning in settings.warnings:
+                logger.warning("%s", warning)
         heart = asyncio.create_task(_beat(Heartbeat(settings.heartbeat_fd, settings.hang_limit_s or HANG_LIMIT_S)))
         stack.callback(heart.cancel)
         await stop.wait()
+        if settings.gateways > 1:  # the other gateways accept from the same socket
+            await site.stop()
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
@@ -151,6 +161,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
+            view=EngineView(engine, db),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,

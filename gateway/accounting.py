@@ -32,6 +32,8 @@ from stencilpress.gateway.usage.recorder import Admitted, Meter, Recorder
 
 ROLL_UP_S = 5.0
 PURGE_S = 60.0
+MAX_PURGES = 50
+"""Of one round: what is left of a day without purges waits for the next."""
 MINUTES_DAYS = 3
 """Roll-ups of minutes are kept for so long; those of hours and days for good."""
 STRAGGLERS_S = 0.3
@@ -185,7 +187,9 @@ def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coro
             pass
 
     async def purge() -> None:
-        await purge_usage(db, *retention(datetime.now(UTC), retention_days, MINUTES_DAYS))
+        for _ in range(MAX_PURGES):
+            if await purge_usage(db, *retention(datetime.now(UTC), retention_days, MINUTES_DAYS)) < BATCH:
+                break
 
     return [
         usage.run(),

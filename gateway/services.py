@@ -16,6 +16,7 @@ from stencilpress.gateway.accounting import Accounting
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
@@ -42,6 +43,7 @@ class Services:
     keys: KeyRing
     router: Router
     engine: Engines
+    view: EngineView
     keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]

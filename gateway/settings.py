@@ -34,6 +34,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """From a request's arrival to the end of its answer; then it is ended with an error."""
     max_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """How long a request may wait for its first step; then it is refused. 0 is as long as it takes."""
+    resubmit_limit_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    """A request whose engine is lost before its first token goes to another, or waits so long for one. 0: never."""
     cors_origins: str = ""
     """Origins whose pages may call the API, separated by commas; ``*`` is all."""
     tls_certificate: str = ""
@@ -105,3 +107,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""
+
+    @property
+    def gateways(self) -> int:
+        """Gateway processes on this port, this one included."""
+        return len(self.peers.split(","))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the settings let happen that an operator may not want."""
+        if self.gateways == 1 or self.quota_store:
+            return []
+        count = self.gateways
+        text = f"{count} gateways count quotas each for itself, so tenants get up to {count} times their limits"
+        return [f"{text}: set STENCILPRESS_QUOTA_STORE to a Valkey or Redis that they share"]

@@ -146,11 +146,10 @@ class EventStream:
                 await self._response.prepare(self._request)
         if self.write_now(data):
             return
-        transport = self._request.transport
-        if transport is not None and not transport.get_write_buffer_size() and len(data) <= UNTIMED_BYTES:
+        if self._is_free(data):
             await self._response.write(data)  # the first, with the headers
             if self._response.chunked:
-                self._transport = transport
+                self._transport = self._request.transport
             return
         async with self._cut_when_slow():
             await self._response.write(data)
@@ -160,6 +159,9 @@ class EventStream:
         if not self._response.prepared:
             await self.send(data)
             data = b""
+        if self._is_free(data):
+            await self._response.write_eof(data)
+            return self._response
         async with self._cut_when_slow():
             await self._response.write_eof(data)
         return self._response
@@ -167,6 +169,11 @@ class EventStream:
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """Tell the client of a failure in mid-stream: an error event, no finish reason, no end mark."""
         return await self.finish(b"data: " + error.body() + b"\n\n")
+
+    def _is_free(self, data: bytes) -> bool:
+        """Whether a write of these bytes cannot wait."""
+        transport = self._request.transport
+        return transport is not None and not transport.get_write_buffer_size() and len(data) <= UNTIMED_BYTES
 
     @asynccontextmanager
     async def _cut_when_slow(self) -> AsyncIterator[None]:

@@ -18,14 +18,17 @@ async def healthz(_request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Requests can be answered: an engine is connected, the catalog answers, and no shutdown has begun."""
+    """Requests can be answered: an engine is connected and answers, the catalog answers, and no shutdown has begun."""
     services = request.app[SERVICES]
     if services.drain.draining:
         raise UnavailableError("The server is shutting down; try again shortly.")
     if not services.engine.ready:
         raise EngineLostError("The engine is not available; try again shortly.")
+    if not services.engine.responsive:
+        raise EngineLostError("The engine does not answer; try again shortly.")
     await services.db.ping()
-    return web.json_response({"status": "ready"})
+    warnings = services.settings.warnings
+    return web.json_response({"status": "ready", **({"warnings": warnings} if warnings else {})})
 
 
 async def metrics(request: web.Request) -> web.Response:

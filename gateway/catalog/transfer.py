@@ -19,6 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.catalog import account_models  # noqa: F401 its tables are exported
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
@@ -43,6 +44,11 @@ NOT_EXPORTED = (
     "audit_log",
     "usage_requests",
     "usage_rollups",
+    "usage_version_rollups",
+    "usage_tenant_rollups",
+    "usage_ranks",
+    "quota_refusals",
+    "engine_samples",
     "smoke_runs",
     "catalog_stamps",
     "job_leases",

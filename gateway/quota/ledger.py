@@ -57,7 +57,7 @@ class Window:
 
     def reset_ms(self, now_ms: int) -> int:
         """When all of it will have left."""
-        return max((_leaves_ms(bucket) - now_ms for bucket, amount in self._buckets.items() if amount), default=0)
+        return next((_leaves_ms(bucket) - now_ms for bucket in reversed(self._buckets) if self._buckets[bucket]), 0)
 
 
 def _leaves_ms(bucket: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from stencilpress.gateway.quota.plan import Quota
 
 Dimension = Literal[
@@ -38,8 +40,7 @@ class Periods(NamedTuple):
     month: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """One request's reservation. ``lease_ms`` is how long it holds unless it is renewed."""
 
     tenant_id: int
@@ -59,8 +60,7 @@ class Seeds:
     month: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a reservation. Levels are those after it."""
 
     refused: Dimension | None

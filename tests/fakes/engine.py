@@ -29,6 +29,7 @@ In a thread, for unit tests::
         engine.submits, engine.aborts, engine.keeps   # what arrived so far
         engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
+        engine.hung()                            # a context in which it does nothing at all
         engine.crash()                           # closes everything at once, as the end of a process does
 """
 
@@ -46,6 +47,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
@@ -149,12 +151,14 @@ class FakeEngine:
         self._next_step_at = 0.0
         self._running = True
         self._paused = False
+        self._turn = threading.Lock()
 
     def run(self) -> None:
         """Serve until :meth:`stop` or :meth:`crash`, or until ``crash_after`` tokens were sent."""
         try:
             while self._running:
-                self._heartbeat.beat()
+                with self._turn:
+                    self._heartbeat.beat()
                 for event in self._link.poll(self._pause_s()):
                     self._take(event)
                 self._send_kept()
@@ -184,6 +188,12 @@ class FakeEngine:
     def resume(self) -> None:
         self._paused = False
         self._link.wake()
+
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """While the block runs nothing is read or written, after the turn at hand."""
+        with self._turn:
+            yield
 
     def _pause_s(self) -> float:
         if not self._requests or self._paused or all(connection in self._kept for connection, _ in self._requests):
@@ -287,7 +297,7 @@ class FakeEngine:
                 del self._kept[connection]
 
     def _stats(self, id_: int) -> Stats:
-        counts = dict.fromkeys(Stats.__struct_fields__, 0)
+        counts: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__[: -len(Stats.__struct_defaults__)], 0)
         counts |= {"id": id_, "running": len(self._requests), "steps": self._steps}
         counts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
         return Stats(**counts)

@@ -32,6 +32,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing, issue_key
@@ -140,6 +141,7 @@ async def running_gateway(
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engines,
+            view=EngineView(engines, db),
             keeper=keeper,
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,

@@ -37,6 +37,11 @@ VERBS = {
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
     "list_usage": "usage list",
+    "get_series": "usage series",
+    "get_tenant_series": "usage series",
+    "get_top": "usage top",
+    "get_tenant_top": "usage top",
+    "list_every_adapter": "adapter all",
     "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
@@ -72,6 +77,10 @@ VERBS = {
 """What each operation is called on the command line."""
 WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
 """The command has no key to tell of and no requests to count, and takes files as a whole."""
+WITHOUT_VERB |= {"list_engines", "get_pages", "list_residency", "list_tenant_residency"}
+"""What a running server tells."""
+WITHOUT_VERB |= {"compare_versions", "get_activity"}
+"""For pages: ``usage series`` and ``usage top`` show the same."""
 
 Cli = Callable[..., Any]
 

@@ -54,7 +54,7 @@ async def foreign_ids(gateway: Gateway) -> dict[str, str]:
     key = (await issue_key(db, "demo", role=Role.VIEWER)).key.public_id
     if gateway.url not in UPLOADS:
         UPLOADS[gateway.url] = (await desk.uploads.create((await get_tenant(db, "demo")).id, "pirate", 1000)).id
-    ids = {"key": key, "adapter": "pirate", "version": "1", "alias": "prod", "guest": "other"}
+    ids = {"key": key, "adapter": "pirate", "version": "1", "alias": "prod", "guest": "other", "engine": "1"}
     return {**ids, "upload": UPLOADS[gateway.url], "file": "archive"}
 
 

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler
 
 from stencilpress.gateway.access import Actor, Permission, Role, check_permission
 from stencilpress.gateway.api.admin.operation import JSON, Call, Operation
+from stencilpress.gateway.api.admin.tables import csv_response, wants_csv
 from stencilpress.gateway.api.body import read_body
 from stencilpress.gateway.api.schemas import validation_error
 from stencilpress.gateway.catalog.records import Tenant
@@ -47,6 +48,8 @@ def handler_of(operation: Operation, who: Callable[[web.Request], Awaitable[Aske
         answer = await perform(operation, request, asker, request.match_info, lambda: _read_given(operation, request))
         if isinstance(answer, web.StreamResponse):
             return answer
+        if operation.table is not None and wants_csv(request):
+            return csv_response(operation.table(answer))
         headers = {"Cache-Control": "no-store"}
         body = msgspec.json.encode(answer)
         return web.Response(status=operation.status, body=body, content_type=JSON, headers=headers)

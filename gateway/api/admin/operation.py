@@ -24,6 +24,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from stencilpress.gateway.access import Actor, Permission
+from stencilpress.gateway.api.admin.tables import Table
 from stencilpress.gateway.catalog.records import Tenant
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.services import Services
@@ -78,6 +79,8 @@ class Operation:
     accepts: tuple[str, ...]
     """Media types of a body that the handler reads by itself."""
     produces: str
+    table: Callable[[Any], Table] | None
+    """Makes CSV of the answer for those who ask for it."""
 
     @property
     def id(self) -> str:
@@ -100,6 +103,7 @@ def operation(
     status: int = 200,
     accepts: Sequence[str] = (),
     produces: str = JSON,
+    table: Callable[[Any], Table] | None = None,
 ) -> Callable[[Handler], Operation]:
     """Make an operation of a handler; its ``body``, ``query`` and answer are read off its annotations."""
 
@@ -116,6 +120,7 @@ def operation(
             hints["return"],
             tuple(accepts),
             produces,
+            table,
         )
 
     return make

@@ -6,7 +6,19 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import ADMIN_PREFIX
-from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads, usage
+from stencilpress.gateway.api.admin import (
+    adapters,
+    aliases,
+    all_adapters,
+    audit,
+    catalog,
+    engines,
+    keys,
+    series,
+    tenants,
+    uploads,
+    usage,
+)
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
 from stencilpress.gateway.api.admin.operation import JSON
@@ -15,9 +27,12 @@ OPERATIONS = (
     *tenants.OPERATIONS,
     *keys.OPERATIONS,
     *adapters.OPERATIONS,
+    *all_adapters.OPERATIONS,
     *aliases.OPERATIONS,
     *uploads.OPERATIONS,
     *usage.OPERATIONS,
+    *series.OPERATIONS,
+    *engines.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )
