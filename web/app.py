@@ -13,6 +13,7 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    adapters,
     chat_socket,
     console_api,
     home,
@@ -36,6 +37,7 @@ PAGES = (
     chat_socket,
     tenants,
     keys,
+    adapters,
 )
 """Modules with ``ROUTES``."""
 

@@ -6,8 +6,11 @@ import html
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
+from markupsafe import escape
 
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
@@ -100,12 +103,21 @@ async def test_what_is_foreign_looks_like_what_does_not_exist(gateway: Gateway, 
         await admin.get(path, status=404)
     for path in ("/aliases", "/aliases/prod/rollback", "/aliases/prod/canary", "/delete", "/versions/1/smoke", "/keep"):
         await stranger.submit(PIRATE + path, 404, alias="prod", version="2")
-    assert (await get_adapter(gateway.services.db, (await get_tenant(gateway.services.db, "demo")).id, "pirate")).aliases
+    assert (
+        await get_adapter(gateway.services.db, (await get_tenant(gateway.services.db, "demo")).id, "pirate")
+    ).aliases
 
 
 async def test_a_viewer_may_not_change_anything(gateway: Gateway, api: AdminClient) -> None:
     viewer = await signed_in(gateway, Role.VIEWER)
-    for path in ("/aliases", "/aliases/prod/rollback", "/delete", "/smoke", "/versions/2/delete", "/versions/1/defaults"):
+    for path in (
+        "/aliases",
+        "/aliases/prod/rollback",
+        "/delete",
+        "/smoke",
+        "/versions/2/delete",
+        "/versions/1/defaults",
+    ):
         await viewer.submit(PIRATE + path, 403, alias="prod", version="2")
     assert await prod_of(api) == (1, None)
 
@@ -121,8 +133,8 @@ async def test_what_people_typed_is_inert(gateway: Gateway, admin: Browser, api:
     for path in ("/aliases", "/versions/1", "/versions/1?other=2", "/smoke"):
         page = await admin.get(HELPER + path)
         assert HOSTILE not in page.text, path
-        assert html.escape(HOSTILE) in page.text or "&#34;" in page.text, path
-    listed = await admin.get(f"{LIST}?q={HOSTILE}")
+        assert str(escape(HOSTILE)) in page.text, path
+    listed = await admin.get(f"{LIST}?q={quote(HOSTILE)}")
     assert HOSTILE not in listed.text
     refused = await admin.submit(f"{PIRATE}/aliases", 400, alias=HOSTILE, version="1")
     assert HOSTILE not in refused.text
@@ -152,7 +164,7 @@ async def test_somebody_who_was_faster_is_named(admin: Browser, api: AdminClient
     assert "Somebody was faster" in page.words
     assert "“hotfix”" in page.words
     assert 'value="mine"' in page.text, "what was typed is kept"
-    assert html.escape(await etag_of(api)) in page.text, "another try is made with what holds now"
+    assert str(escape(await etag_of(api))) in page.text, "another try is made with what holds now"
     await admin.submit(f"{PIRATE}/aliases/prod/rollback", etag=seen)
     assert "Nothing was rolled back" in (await admin.get(f"{PIRATE}/aliases")).words
     assert await prod_of(api) == (2, None)
@@ -170,7 +182,7 @@ async def test_an_alias_is_made_and_removed(admin: Browser, api: AdminClient) ->
 
 
 async def test_smoke_prompts_stand_before_prod(admin: Browser, api: AdminClient) -> None:
-    fields = {"p0.m0.role": "user", "p0.m0.content": "abc", "p0.max_tokens": "3", "p0.must_match": "^xyz$"}
+    fields: Any = {"p0.m0.role": "user", "p0.m0.content": "abc", "p0.max_tokens": "3", "p0.must_match": "^xyz$"}
     await admin.submit(f"{PIRATE}/smoke", **fields)
     page = await admin.submit(f"{PIRATE}/aliases", 422, alias="prod", version="2", etag=await etag_of(api))
     assert "has not passed the smoke prompts" in page.words
@@ -187,22 +199,20 @@ async def test_smoke_prompts_stand_before_prod(admin: Browser, api: AdminClient)
 
 
 async def test_prompts_are_edited(admin: Browser, api: AdminClient) -> None:
-    await admin.submit(
-        f"{PIRATE}/smoke",
-        **{
-            "p0.m0.role": "system",
-            "p0.m0.content": "Be brief.",
-            "p0.m1.role": "user",
-            "p0.m1.content": "one\r\ntwo",
-            "p0.m2.content": "",
-            "p0.max_tokens": "16",
-            "p0.must_match": "",
-            "p3.m0.role": "user",
-            "p3.m0.content": "hello",
-            "p3.max_tokens": "",
-            "p7.m0.content": " ",
-        },
-    )
+    edited: Any = {
+        "p0.m0.role": "system",
+        "p0.m0.content": "Be brief.",
+        "p0.m1.role": "user",
+        "p0.m1.content": "one\r\ntwo",
+        "p0.m2.content": "",
+        "p0.max_tokens": "16",
+        "p0.must_match": "",
+        "p3.m0.role": "user",
+        "p3.m0.content": "hello",
+        "p3.max_tokens": "",
+        "p7.m0.content": " ",
+    }
+    await admin.submit(f"{PIRATE}/smoke", **edited)
     suite = await api("GET", f"{API}/pirate/smoke-prompts")
     assert suite["prompts"] == [
         {
@@ -211,9 +221,8 @@ async def test_prompts_are_edited(admin: Browser, api: AdminClient) -> None:
         },
         {"messages": [{"role": "user", "content": "hello"}]},
     ]
-    page = await admin.submit(
-        f"{PIRATE}/smoke", 400, **{"p0.m0.role": "user", "p0.m0.content": "kept", "p0.must_match": "["}
-    )
+    broken: Any = {"p0.m0.role": "user", "p0.m0.content": "kept", "p0.must_match": "["}
+    page = await admin.submit(f"{PIRATE}/smoke", 400, **broken)
     assert "is not a regular expression" in page.words
     assert "kept" in page.words
     assert (await api("GET", f"{API}/pirate/smoke-prompts"))["revision"] == suite["revision"]
@@ -226,7 +235,7 @@ async def test_prompts_are_edited(admin: Browser, api: AdminClient) -> None:
 
 async def test_a_canary_starts_grows_and_becomes_prod(admin: Browser, api: AdminClient) -> None:
     canary = f"{PIRATE}/aliases/prod/canary"
-    started = {"version": "2", "percent": "5", "stable": "1"}
+    started: Any = {"version": "2", "percent": "5", "stable": "1"}
     await admin.submit(canary, etag=await etag_of(api), **started)
     assert await prod_of(api) == (1, (2, 5))
     page = await admin.get(canary)
@@ -245,7 +254,11 @@ async def test_a_canary_is_aborted(admin: Browser, api: AdminClient) -> None:
     canary = f"{PIRATE}/aliases/prod/canary"
     await admin.submit(canary, etag=await etag_of(api), version="2", percent="5", stable="1")
     stale = await etag_of(api)
-    await api("PUT", f"{API}/pirate/aliases/prod", {"version": 1, "canary": {"version": 2, "percent": 6}, "expected_version": 1})
+    await api(
+        "PUT",
+        f"{API}/pirate/aliases/prod",
+        {"version": 1, "canary": {"version": 2, "percent": 6}, "expected_version": 1},
+    )
     page = await admin.submit(f"{canary}/abort", 409, etag=stale, version="1")
     assert "Somebody was faster" in page.words
     await admin.submit(f"{canary}/abort", etag=await etag_of(api), version="1")
@@ -261,9 +274,7 @@ async def test_a_canary_is_aborted(admin: Browser, api: AdminClient) -> None:
         ({"version": "", "percent": "5"}, "int"),
     ],
 )
-async def test_a_canary_that_cannot_be_is_explained(
-    admin: Browser, api: AdminClient, fields: dict[str, str], text: str
-) -> None:
+async def test_a_canary_that_cannot_be_is_explained(admin: Browser, api: AdminClient, fields: Any, text: str) -> None:
     page = await admin.submit(f"{PIRATE}/aliases/prod/canary", 400, etag=await etag_of(api), stable="1", **fields)
     assert text in page.words
     assert await prod_of(api) == (1, None)
@@ -313,7 +324,7 @@ async def test_versions_and_adapters_go_and_come_back(gateway: Gateway, admin: B
     await admin.submit(f"{PIRATE}/versions/1/delete")
     assert "points at" in (await admin.get(f"{PIRATE}/versions/1")).words, "prod is version 1"
     await admin.submit(f"{PIRATE}/versions/2/delete")
-    assert "@2" not in (await admin.get(PIRATE)).words
+    assert "/versions/2" not in (await admin.get(PIRATE)).text
     assert "@2 deleted" in (await admin.get(f"{PIRATE}?deleted=1")).words
     assert "This version was deleted" in (await admin.get(f"{PIRATE}/versions/2")).words
     await admin.submit(f"{PIRATE}/versions/2/restore")
@@ -355,7 +366,7 @@ async def test_operators_share_and_pin(gateway: Gateway, admin: Browser) -> None
 
 async def test_a_list_is_searched_ordered_and_paged(gateway: Gateway, admin: Browser) -> None:
     db, base = gateway.services.db, BaseNames.of(BASE_NAMES)
-    demo, other = (await get_tenant(db, name) for name in ("demo", "other"))
+    demo, other = await get_tenant(db, "demo"), await get_tenant(db, "other")
     for index in range(60):
         await add_version(db, demo.id, f"support-{index:02}", new_version("c"), base)
     await add_version(db, other.id, "theirs", new_version("d"), base)
@@ -400,6 +411,6 @@ async def test_the_upload_page_says_what_is_accepted(gateway: Gateway, admin: Br
     page = await admin.get(f"{HOME}/upload?adapter=pirate")
     assert "The upload becomes its next version." in page.words
     assert f"{gateway.url}/admin/api/v1/tenants/demo/adapters/pirate/versions" in page.words
-    strange = await admin.get(f"{HOME}/upload?adapter={HOSTILE}")
+    strange = await admin.get(f"{HOME}/upload?adapter={quote(HOSTILE)}")
     assert HOSTILE not in strange.text
     assert "onerror" not in strange.words

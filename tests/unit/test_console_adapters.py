@@ -36,7 +36,8 @@ def test_what_has_no_counterpart_is_as_far_as_can_be() -> None:
     new = DeltaChange("model.layers.5.mlp.up_proj", None, 2.0, None, None)
     tensor = TensorChange("model.layers.5.mlp.up_proj.lora_A.weight", 1.0, 2.0, None, None)
     shown = shown_diff(diff(deltas=[delta("0.a.q_proj", 9.0), new], tensors=[tensor], added=["x.5.mlp.up_proj"]))
-    assert [(bar.name, bar.moved, bar.width) for bar in shown.deltas][0] == ("5.mlp.up_proj", "new", 100.0)
+    first = shown.deltas[0]
+    assert (first.name, first.moved, first.width) == ("5.mlp.up_proj", "new", 100.0)
     assert (shown.tensors[0].name, shown.tensors[0].moved) == ("5.mlp.up_proj.lora_A", "other shape")
     assert shown.added == ["up_proj in 1 layer"]
 

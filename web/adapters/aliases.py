@@ -120,9 +120,7 @@ async def _page(request: web.Request, attempt: Attempt, status: int = 200) -> we
     suite: SmokeSuiteView | None = None
     states: list[AliasState] = []
     if adapter.deleted_at is None:
-        suite = await ask(
-            request, operations.get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name
-        )
+        suite = await ask(request, operations.get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name)
         ordered = sorted(adapter.aliases, key=lambda one: (one.alias != DEFAULT_ALIAS, one.alias))
         states = [await alias_state(request, one) for one in ordered]
     return show(

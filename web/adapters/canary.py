@@ -183,9 +183,7 @@ def _error_shares(lines: Any) -> list[float | None]:
 
 async def _page(request: web.Request, typed: Typed, status: int = 200) -> web.StreamResponse:
     adapter, alias = await _alias(request)
-    suite: SmokeSuiteView = await ask(
-        request, get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name
-    )
+    suite: SmokeSuiteView = await ask(request, get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name)
     others = [one.number for one in live(adapter) if one.number != alias.version]
     return show(
         request,

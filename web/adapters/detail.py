@@ -6,12 +6,15 @@ from aiohttp import web
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin import adapters as operations
-from stencilpress.gateway.api.admin.adapter_views import AdapterView
+from stencilpress.gateway.api.admin.adapter_views import AdapterView, SmokeSuiteView
+from stencilpress.gateway.api.admin.aliases import get_smoke_prompts
+from stencilpress.gateway.api.admin.series_views import UsageTotals
 from stencilpress.gateway.catalog.audit import actors_of
 from stencilpress.gateway.catalog.lifecycle import last_runs
 from stencilpress.gateway.errors import ApiError
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter, home_of, live, shown_beside_form, show
+from stencilpress.web.adapters.figures import STEPS, places_of, series_of, used_versions
+from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter, home_of, live, show, shown_beside_form
 from stencilpress.web.ask import ask
 from stencilpress.web.page import page, redirect, tenant_of
 
@@ -52,6 +55,11 @@ async def _page(request: web.Request, adapter: AdapterView) -> web.StreamRespons
     rest = [one for one in shown if before is None or one.number < before]
     versions, older = rest[:VERSIONS_SHOWN], rest[VERSIONS_SHOWN:]
     db, tenant = request.app[SERVICES].db, tenant_of(request)
+    suite: SmokeSuiteView | None = None
+    totals: UsageTotals | None = None
+    if adapter.deleted_at is None:
+        suite = await ask(request, get_smoke_prompts, tenant=tenant.name, adapter=adapter.name)
+        totals = (await series_of(request, adapter.name, points=STEPS)).total
     targets = {f"version:{one.version}": one.number for one in versions}
     return show(
         request,
@@ -64,6 +72,10 @@ async def _page(request: web.Request, adapter: AdapterView) -> web.StreamRespons
         has_deleted=any(one.deleted_at is not None for one in adapter.versions),
         added_by=await actors_of(db, tenant.id, "version.add", list(targets)),
         runs=await last_runs(db, tenant.id, adapter.name),
+        revision=None if suite is None else suite.revision,
+        totals=totals,
+        activity=await used_versions(request, adapter.name, [one.number for one in versions]),
+        seen=await places_of(request, [one.digest for one in versions]),
     )
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.api.admin.series import get_tenant_series
 from stencilpress.gateway.api.admin.series_views import SeriesView, UsageTotals
+from stencilpress.gateway.catalog.series import choose_axis, series_of_versions, total
+from stencilpress.gateway.catalog.usage_sums import UsageSum
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.ask import ask
 from stencilpress.web.page import tenant_of
 
+K = TypeVar("K")
+
 SPANS = {"1h": timedelta(hours=1), "6h": timedelta(hours=6), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """What may be chosen, by the text of the choice."""
 _NEAREST = ("disk", "fetching", "host", "loading", "hbm")
+
+STEPS = 25
+"""Of a spark line: hours, and a part of one."""
 
 Chart = tuple[str, str, str, dict[str, Any]]
 """Id, title, note and data, as static/chart.js takes them."""
@@ -70,6 +78,24 @@ async def series_of(
     return view
 
 
+async def used_versions(request: web.Request, adapter: str, numbers: Sequence[int]) -> dict[int, Used]:
+    """What the last day's requests went to, of some versions; one without requests is left out."""
+    now = datetime.now(UTC)
+    axis = choose_axis(now - SPANS["24h"], now, points=STEPS)
+    series = await series_of_versions(request.app[SERVICES].db, tenant_of(request).id, adapter, numbers, axis)
+    return await asyncio.to_thread(used_of, series)
+
+
+def used_of(series: Mapping[K, Sequence[UsageSum]]) -> dict[K, Used]:
+    """For a list, of those that had requests. Percentiles take a while: not for the event loop."""
+    totals = {key: total(steps) for key, steps in series.items()}
+    return {
+        key: Used([step.requests for step in series[key]], UsageTotals.of(whole))
+        for key, whole in totals.items()
+        if whole.requests
+    }
+
+
 def chart(
     id_: str, title: str, view: SeriesView, lines: Iterable[tuple[str, Sequence[float | None], int]], **options: Any
 ) -> Chart:
@@ -93,5 +119,3 @@ def version_charts(view: SeriesView) -> list[Chart]:
             unit="ms",
         ),
     ]
-
-

@@ -87,6 +87,7 @@ def show(
         "at": adapter_path(request),
         "may": May.of(request),
         "prod": prod_version(adapter),
+        "canaries": {one.canary.version for one in adapter.aliases if one.canary is not None},
         "w": words,
     }
     title = context.pop("title", adapter.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,15 +14,14 @@ from aiohttp import web
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import decode_cursor, encode_cursor
-from stencilpress.gateway.api.admin.series_views import UsageTotals
-from stencilpress.gateway.catalog.adapter_lists import Listed, Position, Sort, list_all_adapters, list_named
+from stencilpress.gateway.catalog.adapter_lists import Listed, Position, list_all_adapters, list_named
 from stencilpress.gateway.catalog.records import Canary
-from stencilpress.gateway.catalog.series import choose_axis, series_of_names, total
+from stencilpress.gateway.catalog.series import choose_axis, series_of_names
 from stencilpress.gateway.catalog.serving import Serving, serving_versions
 from stencilpress.gateway.catalog.tops import By, top_adapters, top_span
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.adapters import words
-from stencilpress.web.adapters.figures import Place, Used, places_of
+from stencilpress.web.adapters.figures import STEPS, Place, Used, places_of, used_of
 from stencilpress.web.adapters.frame import LIST, SECTION, May, home_of
 from stencilpress.web.adapters.uploads import upload_command
 from stencilpress.web.console import PREFIX
@@ -29,8 +29,8 @@ from stencilpress.web.page import page, render, tenant_of
 
 ALL = f"{PREFIX}/adapters"
 PAGE = 50
+MAX_DIGESTS = 50
 SPAN = timedelta(days=1)
-POINTS = 24
 Order = Literal["name", "newest", "tokens", "failures", "hit_rate", "ttft_p99"]
 ORDERS: dict[Order, str] = {
     "name": "by name",
@@ -41,7 +41,6 @@ ORDERS: dict[Order, str] = {
     "ttft_p99": "slowest first token first",
 }
 _BY_NUMBER: frozenset[str] = frozenset(get_args(By))
-MAX_DIGESTS = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Wish:
         order = request.query.get("sort", "name")
         return cls(
             name=request.query.get("q", "").strip()[:64],
-            order=cast("Order", order if order in ORDERS else "name"),
+            order=order if order in ORDERS else "name",
             deleted=request.query.get("deleted") == "1",
             after=request.query.get("after", ""),
         )
@@ -159,7 +158,7 @@ async def _found(request: web.Request, wish: Wish, tenant_id: int | None) -> tup
     listed = await list_all_adapters(
         db,
         name=wish.name,
-        sort=cast("Sort", "newest" if wish.order == "newest" else "name" if tenant_id is not None else "tenant"),
+        sort="newest" if wish.order == "newest" else "name" if tenant_id is not None else "tenant",
         deleted=wish.deleted,
         after=decode_cursor(wish.after, cast("type[Position]", tuple[str, str, int])),
         limit=PAGE + 1,
@@ -173,15 +172,10 @@ async def _rows(request: web.Request, found: Sequence[Listed]) -> list[Row]:
     db = request.app[SERVICES].db
     serving = await serving_versions(db, [one.id for one in found])
     now = datetime.now(UTC)
-    axis = choose_axis(now - SPAN, now, points=POINTS + 1)
+    axis = choose_axis(now - SPAN, now, points=STEPS)
     series = await series_of_names(db, [(one.tenant_id, one.name) for one in found], axis)
-    rows = []
-    for one in found:
-        steps = series[one.tenant_id, one.name]
-        whole = total(steps)
-        used = Used([step.requests for step in steps], UsageTotals.of(whole)) if whole.requests else None
-        rows.append(_row(one, serving.get(one.id), used))
-    return rows
+    used = await asyncio.to_thread(used_of, series)
+    return [_row(one, serving.get(one.id), used.get((one.tenant_id, one.name))) for one in found]
 
 
 def _row(one: Listed, serving: Serving | None, used: Used | None) -> Row:

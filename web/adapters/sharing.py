@@ -10,6 +10,7 @@ from aiohttp import web
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin import adapters as operations
 from stencilpress.gateway.api.admin.adapter_views import ShareView
+from stencilpress.gateway.api.admin.operation import Operation
 from stencilpress.gateway.errors import ApiError
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.adapters.frame import ADAPTER, May, adapter_path, find_adapter, show, shown_beside_form
@@ -61,14 +62,14 @@ async def keep(request: web.Request) -> web.StreamResponse:
 
 
 def _text(error: ApiError) -> str:
-    return next(iter(errors_of(error).values()))
+    return str(next(iter(errors_of(error).values())))
 
 
 def _here(request: web.Request) -> str:
     return f"{adapter_path(request)}/settings"
 
 
-async def _ask(request: web.Request, operation: Any, **path: str) -> Any:
+async def _ask(request: web.Request, operation: Operation, **path: Any) -> Any:
     tenant, adapter = tenant_of(request).name, request.match_info["adapter"]
     return await ask(request, operation, tenant=tenant, adapter=adapter, **path)
 

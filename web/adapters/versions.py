@@ -19,6 +19,7 @@ from stencilpress.gateway.errors import ApiError, NotFoundError
 from stencilpress.gateway.lifecycle.contents import Contents
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.adapters.diffs import SHOWN, DiffShown, shown_diff
+from stencilpress.web.adapters.figures import places_of, series_of, version_charts
 from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter, live, show, shown_beside_form
 from stencilpress.web.ask import ask
 from stencilpress.web.forms import errors_of, read_form, to_struct
@@ -108,6 +109,8 @@ async def _page(
     targets = [f"version:{version.version}"]
     added_by = await actors_of(request.app[SERVICES].db, tenant_of(request).id, "version.add", targets)
     contents = await _contents(request) if usable else None
+    series = await series_of(request, adapter.name, version.number) if usable else None
+    used = series is not None and series.total.requests > 0
     return show(
         request,
         "adapters/version.html",
@@ -117,6 +120,9 @@ async def _page(
         status=status,
         version=version,
         usable=usable,
+        totals=None if series is None else series.total,
+        charts=version_charts(series) if series is not None and used else [],
+        seen=await places_of(request, [version.digest]),
         added_by=added_by.get(targets[0], "system"),
         contents=contents,
         config=None if contents is None else msgspec.json.format(msgspec.json.encode(contents.config)).decode(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stencilpress.gateway.catalog.records import AliasTarget
 from stencilpress.gateway.api.admin.adapter_views import CanaryView
+from stencilpress.gateway.catalog.records import AliasTarget
 
 
 def module(name: str) -> str:
