@@ -26,6 +26,7 @@ from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.accounting import accounting
+from stencilpress.gateway.alerts.watch import alerting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
@@ -149,6 +150,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
         accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await stack.enter_async_context(alerting(settings, engine))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)

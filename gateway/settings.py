@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -86,6 +87,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
+    alert_webhook_url: str = ""
+    """Where all alerts are sent, in the format of Alertmanager's webhooks; empty: nowhere but to tenants' own."""
+    alert_webhook_secret: str = ""
+    """Signs what is sent there, as Standard Webhooks says."""
+    alert_private_webhooks: bool = False
+    """Whether tenants' webhooks may have addresses inside this network."""
+    alert_every_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """How often alert rules are evaluated."""
     log_format: LogFormat = "text"
     otlp_endpoint: str = ""
     """Collector of traces that speaks OTLP over HTTP, such as ``http://collector:4318``."""
@@ -107,6 +116,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""
+
+    @property
+    def data_folder(self) -> Path:
+        """Where adapters lie, or at least the engine's socket."""
+        return Path(self.adapters_dir or self.engine_socket).parent
 
     @property
     def gateways(self) -> int:

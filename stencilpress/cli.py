@@ -11,6 +11,7 @@ import click
 
 from stencilpress import __version__
 from stencilpress.admin import adapter
+from stencilpress.alert_commands import alert
 from stencilpress.backup_commands import backup, restore
 from stencilpress.catalog_commands import audit, catalog
 from stencilpress.console import Commands, Place, place_options, schema_refusals_told
@@ -27,7 +28,7 @@ def main() -> None:
     """Serve thousands of LoRA adapters from one shared base model."""
 
 
-for group in (tenant, key, adapter, version, alias, usage, audit, catalog):
+for group in (tenant, key, adapter, version, alias, usage, alert, audit, catalog):
     main.add_command(group)
 main.add_command(serve)
 main.add_command(engine)

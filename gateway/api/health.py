@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from stencilpress.gateway.errors import EngineLostError, UnavailableError
-from stencilpress.gateway.exposition import CONTENT_TYPE, render
+from stencilpress.gateway.exposition import CONTENT_TYPE, Disk, render
 from stencilpress.gateway.peers import ask_peers
 from stencilpress.gateway.services import SERVICES
 
@@ -38,5 +38,6 @@ async def metrics(request: web.Request) -> web.Response:
     names = settings.peers.split(",")
     others, engines = await asyncio.gather(ask_peers(names, settings.gateway), services.engine.stats())
     snapshots = sorted([services.metrics.snapshot(), *others], key=lambda snapshot: snapshot.gateway)
-    body = render(snapshots, len(names), engines, settings.max_loras)
+    disk = await asyncio.to_thread(Disk.of, settings.data_folder)
+    body = render(snapshots, len(names), engines, settings.max_loras, disk=disk)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

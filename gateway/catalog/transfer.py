@@ -19,7 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog import account_models  # noqa: F401 its tables are exported
+from stencilpress.gateway.catalog.alert_models import AlertRuleRow
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
@@ -38,6 +38,8 @@ EXPORTED = (
     "canaries",
     "adapter_shares",
     "smoke_suites",
+    "alert_rules",
+    "alert_webhooks",
 )
 """In this order: what a row refers to comes before it."""
 NOT_EXPORTED = (
@@ -52,6 +54,8 @@ NOT_EXPORTED = (
     "smoke_runs",
     "catalog_stamps",
     "job_leases",
+    "alert_incidents",
+    "alert_deliveries",
     "console_sessions",
     "one_time_links",
     "sign_in_attempts",
@@ -161,7 +165,7 @@ class _Arrival:
     async def _take(self, table: SqlTable, raw: Mapping[str, Any]) -> None:
         row = self._renumbered(table, _converted(table, raw))
         own = _given_by_database(table)
-        if row is None or (table is TenantRow.__table__ and await self._exists(row["name"])):
+        if row is None or await self._stands(table, row):
             if own is not None:
                 self._ids.setdefault(own, {})[raw[own.name]] = None
             return
@@ -198,6 +202,15 @@ class _Arrival:
                 return None
             row = {**row, column.name: ours}
         return row
+
+    async def _stands(self, table: SqlTable, row: Mapping[str, Any]) -> bool:
+        """Whether a row is to give way to one that is here: a tenant of its name, a rule of all tenants of its kind."""
+        if table is TenantRow.__table__:
+            return await self._exists(row["name"])
+        if not self.skip_existing or table is not AlertRuleRow.__table__ or row["tenant_id"] is not None:
+            return False
+        same = (AlertRuleRow.tenant_id.is_(None), AlertRuleRow.kind == row["kind"])
+        return await self.session.scalar(select(AlertRuleRow.id).where(*same)) is not None
 
     async def _exists(self, name: str) -> bool:
         if not self.skip_existing or not await self.session.scalar(select(TenantRow.id).where(TenantRow.name == name)):

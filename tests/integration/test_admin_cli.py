@@ -69,6 +69,23 @@ VERBS = {
     "pin_adapter": "adapter pin",
     "unpin_adapter": "adapter unpin",
     "preload_adapter": "adapter preload",
+    "list_alerts": "alert list",
+    "list_tenant_alerts": "alert list",
+    "acknowledge_alert": "alert ack",
+    "acknowledge_tenant_alert": "alert ack",
+    "list_alert_rules": "alert rules",
+    "list_tenant_alert_rules": "alert rules",
+    "set_alert_rule": "alert set-rule",
+    "set_tenant_alert_rule": "alert set-rule",
+    "set_adapter_alert_rule": "alert set-rule",
+    "reset_alert_rule": "alert reset-rule",
+    "reset_tenant_alert_rule": "alert reset-rule",
+    "reset_adapter_alert_rule": "alert reset-rule",
+    "get_alert_webhook": "alert webhook",
+    "set_alert_webhook": "alert set-webhook",
+    "remove_alert_webhook": "alert remove-webhook",
+    "try_alert_webhook": "alert test-webhook",
+    "get_prometheus_rules": "alert prometheus-rules",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
@@ -81,6 +98,8 @@ WITHOUT_VERB |= {"list_engines", "get_pages", "list_residency", "list_tenant_res
 """What a running server tells."""
 WITHOUT_VERB |= {"compare_versions", "get_activity"}
 """For pages: ``usage series`` and ``usage top`` show the same."""
+WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
+"""Of a gateway's settings, which the command does not know."""
 
 Cli = Callable[..., Any]
 

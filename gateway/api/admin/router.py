@@ -8,6 +8,7 @@ from aiohttp import web
 from stencilpress.gateway.access import ADMIN_PREFIX
 from stencilpress.gateway.api.admin import (
     adapters,
+    alerts,
     aliases,
     all_adapters,
     audit,
@@ -33,6 +34,7 @@ OPERATIONS = (
     *usage.OPERATIONS,
     *series.OPERATIONS,
     *engines.OPERATIONS,
+    *alerts.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )
