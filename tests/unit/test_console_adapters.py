@@ -90,9 +90,9 @@ def test_less_is_better_but_for_speed() -> None:
     assert rows["Requests"].change == "10 % of both"
     assert (rows["First token, p99"].change, rows["First token, p99"].verdict) == ("+50 %", "worse")
     assert (rows["Errors"].change, rows["Errors"].verdict) == ("from none", "worse")
-    speed = rows["Tokens per second of a stream"]
+    speed = rows["Tokens/s of a stream"]
     assert (speed.change, speed.verdict) == ("+20 %", "better")
-    assert (rows["Hit rate"].change, rows["Hit rate"].verdict) == ("about the same", "")
+    assert (rows["Hit rate"].change, rows["Hit rate"].verdict) == ("similar", "")
 
 
 def test_nothing_is_compared_with_what_is_not_known() -> None:

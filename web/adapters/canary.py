@@ -25,7 +25,7 @@ from stencilpress.web.forms import errors_of, read_form
 from stencilpress.web.page import page, redirect, render, tenant_of
 
 CANARY = f"{ALIAS}/canary"
-STEPS = (1, 5, 10, 25, 50, 100)
+STEPS = (1, 5, 10, 25, 50)
 """Percentages that are one click."""
 DEFAULT_PERCENT = 5
 DEFAULT_SPAN = "1h"

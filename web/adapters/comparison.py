@@ -17,7 +17,7 @@ Reading = Callable[[UsageTotals], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One number of both. ``verdict`` is ``better``, ``worse`` or "" where the two are about the same."""
+    """One number of both. ``verdict`` is ``better``, ``worse`` or "" where the two are similar."""
 
     label: str
     stable: str
@@ -39,7 +39,7 @@ def compare(stable: UsageTotals, canary: UsageTotals) -> list[Row]:
     rows = [Row("Requests", number(stable.requests), number(canary.requests), _share(stable, canary), "")]
     rows.append(_row("Errors", lambda one: one.error_share, percent, stable, canary))
     rows += [_row(label, reading, milliseconds, stable, canary) for label, reading in _LATENCIES]
-    rows.append(_row("Tokens per second of a stream", _speed, number, stable, canary, more_is_better=True))
+    rows.append(_row("Tokens/s of a stream", _speed, number, stable, canary, more_is_better=True))
     rows.append(_row("Hit rate", lambda one: one.hit_rate, percent, stable, canary, more_is_better=True))
     return rows
 
@@ -58,7 +58,7 @@ def _row(
         return Row(label, text(left), text(right), "", "")
     change = (right - left) / left if left else (0.0 if right == left else float("inf"))
     if abs(change) < _NOTABLE:
-        return Row(label, text(left), text(right), "about the same", "")
+        return Row(label, text(left), text(right), "similar", "")
     better = (change > 0) == more_is_better
     shown = "from none" if change == float("inf") else f"{'+' if change > 0 else '−'}{abs(100 * change):.0f} %"
     return Row(label, text(left), text(right), shown, "better" if better else "worse")

@@ -26,6 +26,8 @@ class Bar:
     width: float
     moved: str
     norms: str
+    unmatched: bool = False
+    """There is nothing to compare it with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def _bar(name: str, one: DeltaChange | TensorChange, furthest: float) -> Bar:
     norms = f"{_norm(one.left)} → {_norm(one.right)}"
     if one.change is None:
         only = "new" if one.left is None else "gone" if one.right is None else "other shape"
-        return Bar(short_name(name), 100.0, only, norms)
+        return Bar(short_name(name), 100.0, only, norms, unmatched=True)
     distance = _distance(one)
     moved = percent(one.relative) if one.relative is not None else _norm(one.change)
     return Bar(short_name(name), round(100 * distance / furthest, 2) if furthest else 0.0, moved, norms)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from stencilpress.gateway.api.admin.adapter_views import CanaryView
 from stencilpress.gateway.catalog.records import AliasTarget
 
+_ALL_LINEAR = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
 
 def module(name: str) -> str:
     """A projection without what all have in common: ``q`` for ``q_proj``."""
@@ -14,6 +16,9 @@ def module(name: str) -> str:
 
 
 def modules(names: Sequence[str]) -> str:
+    """Projections in short; all of the usual ones together have a name of their own."""
+    if set(names) == _ALL_LINEAR:
+        return "all linear"
     return " ".join(map(module, names))
 
 

@@ -9,9 +9,7 @@ function draw(chip, { tier, pinned }) {
   const [kind, text] = shown[tier] ?? shown.disk;
   const label = chip.querySelector(".chip");
   if (label.textContent !== text) Object.assign(label, { className: `chip chip-${kind}`, textContent: text });
-  const pin = chip.querySelector(".chip-accent:not(:first-child)");
-  if (!pinned) pin?.remove();
-  else if (!pin) chip.append(Object.assign(document.createElement("span"), { className: "chip chip-accent", textContent: "Pinned" }));
+  chip.querySelector(".pinned").hidden = !pinned;
 }
 
 async function renew() {
