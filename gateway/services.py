@@ -21,6 +21,7 @@ from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.live import LiveFeed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
@@ -44,6 +45,7 @@ class Services:
     router: Router
     engine: Engines
     view: EngineView
+    live: LiveFeed
     keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]

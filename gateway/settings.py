@@ -43,6 +43,19 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate chain in PEM; with it the port speaks TLS alone."""
     tls_key: str = ""
     """Its private key in PEM."""
+    console_url: str = ""
+    """Where browsers find the console if another server stands in front: ``https://press.example.com``."""
+    trusted_proxies: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Servers in front that each add to ``X-Forwarded-For``: whom the console takes a visitor's address from."""
+    oidc_issuer: str = ""
+    """An OpenID Connect provider by which people may sign in to the console: ``https://login.example.com``."""
+    oidc_client_id: str = ""
+    oidc_client_secret: str = ""
+    oidc_scope: str = "openid email"
+    oidc_groups_claim: str = "groups"
+    """The claim with a person's groups."""
+    oidc_grants: str = ""
+    """Groups whose members need no invitation: ``group=tenant:role``, separated by commas; the first one counts."""
     session_limit_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 7 * 86400.0
     """How long somebody stays signed in to the console."""
     session_idle_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 12 * 3600.0

@@ -89,6 +89,34 @@ def usage_list(
     show([UsageView.of(one) for one in with_catalog(place, work)], as_json, _SUMS)
 
 
+@usage.command("days")
+@place_options
+@click.argument("tenant_name", metavar="TENANT")
+@click.option("--last", type=click.IntRange(1, 400), default=30, show_default=True, help="Number of days.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@json_option
+def usage_days(place: Place, tenant_name: str, last: int, as_csv: bool, as_json: bool) -> None:
+    """Usage by day (UTC)."""
+    from stencilpress.gateway.api.admin.tables import csv_text
+    from stencilpress.gateway.api.admin.usage import DaysView
+    from stencilpress.gateway.catalog.tenants import get_tenant
+    from stencilpress.gateway.catalog.usage_reports import usage_by_day
+
+    today = datetime.now(UTC).date()
+
+    async def work(db: Database) -> DaysView:
+        owner = await get_tenant(db, tenant_name, deleted=True)
+        return DaysView.of(await usage_by_day(db, owner.id, today - timedelta(days=last - 1), today))
+
+    view = with_catalog(place, work)
+    if as_csv:
+        click.echo(csv_text(view.table()), nl=False)
+    elif as_json:
+        show_one(view, as_json)
+    else:
+        show(view.data, as_json)
+
+
 @usage.command("requests")
 @place_options
 @click.argument("tenant_name", metavar="TENANT")

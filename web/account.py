@@ -65,7 +65,7 @@ async def _account(request: web.Request, error: ApiError | None = None) -> web.R
     visitor, known = visitor_of(request), signed_in(request)
     return render(
         request,
-        "account.html",
+        "accounts/account.html",
         title="Account",
         section="account",
         status=200 if error is None else 422,

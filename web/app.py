@@ -8,19 +8,26 @@ from datetime import timedelta
 from aiohttp import web
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from stencilpress.gateway.accounts.oidc import provider_of
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
     adapters,
+    chat,
     chat_socket,
     console_api,
+    dashboard,
     home,
     keys,
+    members,
+    memory,
+    oidc,
     setup,
     signin,
     tenants,
+    usage,
 )
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.formats import FILTERS
@@ -31,13 +38,19 @@ from stencilpress.web.static import ROOT, packaged
 PAGES = (
     home,
     signin,
+    oidc,
     setup,
     account,
+    chat,
     console_api,
     chat_socket,
+    members,
     tenants,
     keys,
     adapters,
+    usage,
+    dashboard,
+    memory,
 )
 """Modules with ``ROUTES``."""
 
@@ -53,6 +66,7 @@ def mount_console(app: web.Application) -> None:
         passwords=Passwords(),
         templates=templates(),
         static=static,
+        provider=provider_of(settings),
         paths=frozenset(route.path for route in routes if route.method == "GET"),
     )
     app.middlewares.append(guard)

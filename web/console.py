@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aiohttp import web
 from jinja2 import Environment
 
+from stencilpress.gateway.accounts.oidc import Provider
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.web.static import StaticFiles
@@ -24,6 +25,8 @@ class Console:
     templates: Environment
     static: StaticFiles
     paths: frozenset[str]
+    provider: Provider | None
+    """By which people may sign in, too."""
 
 
 CONSOLE = web.AppKey("console", Console)

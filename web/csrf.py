@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from stencilpress.gateway.errors import PermissionDeniedError
+from stencilpress.web.place import is_own_origin
 
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 FIELD = "csrf"
@@ -48,6 +48,5 @@ def check_origin(request: web.Request, *, required: bool = False) -> None:
         if required or request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             raise ForgedRequestError
         return
-    parts = urlsplit(origin)
-    if parts.scheme not in ("http", "https") or parts.netloc.lower() != request.host.lower():
+    if not is_own_origin(request, origin):
         raise ForgedRequestError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from stencilpress.web.console import PREFIX
+from stencilpress.web.place import is_tls
 
 _DIRECTIVES = (
     "default-src 'self'",
@@ -39,5 +40,5 @@ async def secure(request: web.Request, response: web.StreamResponse) -> None:
         return
     response.headers.update(HEADERS)
     response.headers.setdefault("Cache-Control", "no-store")
-    if request.secure:
+    if is_tls(request):
         response.headers["Strict-Transport-Security"] = "max-age=31536000"

@@ -38,7 +38,7 @@ async def submit_link(request: web.Request) -> web.StreamResponse:
 def _form(request: web.Request, link: Link, email: str = "", error: ApiError | None = None) -> web.Response:
     return render(
         request,
-        "link.html",
+        "accounts/link.html",
         title=TITLES[link.kind],
         status=200 if error is None else 422,
         link=link,

@@ -28,7 +28,7 @@ async def show_sign_in(request: web.Request) -> web.StreamResponse:
     back = safe_next(request.query.get("next", ""))
     if find_visitor(request) is not None:
         return redirect(request, back)
-    return _form(request, back)
+    return show_form(request, back)
 
 
 async def submit_sign_in(request: web.Request) -> web.StreamResponse:
@@ -39,7 +39,7 @@ async def submit_sign_in(request: web.Request) -> web.StreamResponse:
             services.db, request.app[CONSOLE].passwords, email, form.get("password", ""), address_of(request)
         )
     except (SignInError, RateLimitError, OverloadedError) as error:
-        return _form(request, back, email, error)
+        return show_form(request, back, email, error)
     return await welcome(request, user, back)
 
 
@@ -70,13 +70,15 @@ async def sign_out(request: web.Request) -> web.StreamResponse:
     return response
 
 
-def _form(request: web.Request, back: str, email: str = "", error: ApiError | None = None) -> web.Response:
+def show_form(request: web.Request, back: str, email: str = "", error: ApiError | None = None) -> web.Response:
+    """The sign-in page, after an attempt with what went wrong."""
     response = render(
         request,
-        "sign_in.html",
+        "accounts/sign_in.html",
         title="Sign in",
         next="" if back == f"{PREFIX}/" else back,
         email=email[:254],
+        provider=request.app[CONSOLE].provider is not None,
         error="" if error is None else error.message,
         status=200 if error is None else error.status,
     )

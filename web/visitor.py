@@ -17,8 +17,10 @@ from stencilpress.gateway.errors import AuthenticationError
 from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import CALLER, REQUEST_ID
 from stencilpress.gateway.observation import CURRENT
+from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE, PREFIX
 from stencilpress.web.csrf import csrf_of
+from stencilpress.web.place import is_tls
 
 _SIGNED_IN = web.RequestKey("signed_in", SignedIn)
 _BINDING = web.RequestKey("binding", str)
@@ -142,12 +144,16 @@ def actor_of(request: web.Request) -> Actor:
 
 
 def address_of(request: web.Request) -> str:
-    return request.remote or ""
+    """The visitor's address: what the outermost of the servers that we trust has seen."""
+    proxies = request.app[SERVICES].settings.trusted_proxies
+    seen = ",".join(request.headers.getall("X-Forwarded-For", [])).split(",")
+    forwarded = seen[-proxies].strip() if 0 < proxies <= len(seen) else ""
+    return forwarded or request.remote or ""
 
 
 def cookie_name(request: web.Request, name: str) -> str:
     """With a prefix that browsers only take over TLS, where there is TLS."""
-    return f"__Secure-stencilpress-{name}" if request.secure else f"stencilpress-{name}"
+    return f"__Secure-stencilpress-{name}" if is_tls(request) else f"stencilpress-{name}"
 
 
 def set_cookie(
@@ -160,12 +166,12 @@ def set_cookie(
         max_age=max_age_s,
         httponly=True,
         samesite="Lax",
-        secure=request.secure,
+        secure=is_tls(request),
     )
 
 
 def drop_cookie(request: web.Request, response: web.StreamResponse, name: str) -> None:
-    response.del_cookie(cookie_name(request, name), path=PREFIX, httponly=True, samesite="Lax", secure=request.secure)
+    response.del_cookie(cookie_name(request, name), path=PREFIX, httponly=True, samesite="Lax", secure=is_tls(request))
 
 
 def keep_visit(request: web.Request, response: web.StreamResponse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 from stencilpress.gateway.access import SYSTEM, Actor, Role
@@ -10,18 +11,38 @@ from stencilpress.gateway.accounts.tokens import hash_token, is_token, new_token
 from stencilpress.gateway.catalog import sessions
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.sessions import LINK_GONE, Link, add_link, redeem_link
-from stencilpress.gateway.catalog.users import User, add_user, get_user
-from stencilpress.gateway.errors import NotFoundError
+from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.catalog.users import User, add_user, any_user, get_user
+from stencilpress.gateway.errors import ConflictError, NotFoundError
 
 SETUP_LASTS = timedelta(days=1)
 INVITATION_LASTS = timedelta(days=7)
 RESET_LASTS = timedelta(days=1)
+START_PATH = "/console/"
 SETUP_PATH = "/console/setup/"
+OPERATORS = "operators"
+"""The tenant of the first operator where there is no demo."""
 
 
 async def setup_link(db: Database, tenant: str, *, actor: Actor = SYSTEM) -> str:
     """The path of a link that makes the first user, an operator of a tenant. Raises :class:`NotFoundError`."""
     return await _add(db, "setup", tenant, None, SETUP_LASTS, actor)
+
+
+async def first_path(db: Database, tenant: str | None) -> str:
+    """Where people begin: while there is no user a link that makes the first one, else the console itself.
+
+    The first user is an operator of ``tenant``, or with None of a tenant :data:`OPERATORS`, made for it.
+    """
+    if await any_user(db):
+        return START_PATH
+    if tenant is None:
+        with suppress(ConflictError):  # it is there already
+            await create_tenant(db, OPERATORS)
+    try:
+        return await setup_link(db, tenant or OPERATORS)
+    except NotFoundError:  # it has been deleted: `stencilpress user add` makes the first user
+        return START_PATH
 
 
 async def invite(db: Database, tenant: str, email: str, role: Role, *, actor: Actor = SYSTEM) -> tuple[User, str]:
@@ -30,10 +51,15 @@ async def invite(db: Database, tenant: str, email: str, role: Role, *, actor: Ac
     return user, await _add(db, "invitation", user.tenant, user, INVITATION_LASTS, actor)
 
 
-async def reset_link(db: Database, user_id: str, tenant: str | None = None, *, actor: Actor = SYSTEM) -> str:
-    """The path of a link that sets a new password; the old one works until then. Raises :class:`NotFoundError`."""
+async def reset_link(
+    db: Database, user_id: str, tenant: str | None = None, *, actor: Actor = SYSTEM
+) -> tuple[User, str]:
+    """A user and the path of a link that sets a new password; the old one works until then.
+
+    Raises :class:`NotFoundError`.
+    """
     user = await get_user(db, user_id, tenant, actor=actor)
-    return await _add(db, "reset", user.tenant, user, RESET_LASTS, actor)
+    return user, await _add(db, "reset", user.tenant, user, RESET_LASTS, actor)
 
 
 async def find_link(db: Database, token: str) -> Link:

@@ -62,6 +62,11 @@ class Axis:
         return instant(self.end_s)
 
     @property
+    def times(self) -> list[datetime]:
+        """The beginning of each step."""
+        return [instant(self.start_s + at * self.step_s) for at in range(self.count)]
+
+    @property
     def before(self) -> Axis:
         """The span of the same length that ends where this one begins."""
         return replace(self, start_s=self.start_s - self.step_s * self.count)

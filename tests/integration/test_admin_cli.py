@@ -42,6 +42,7 @@ VERBS = {
     "get_top": "usage top",
     "get_tenant_top": "usage top",
     "list_every_adapter": "adapter all",
+    "list_usage_days": "usage days",
     "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
@@ -94,9 +95,16 @@ VERBS = {
 """What each operation is called on the command line."""
 WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
 """The command has no key to tell of and no requests to count, and takes files as a whole."""
-WITHOUT_VERB |= {"list_engines", "get_pages", "list_residency", "list_tenant_residency"}
+WITHOUT_VERB |= {
+    "list_engines",
+    "get_pages",
+    "list_residency",
+    "list_tenant_residency",
+    "follow_live",
+    "follow_tenant_live",
+}
 """What a running server tells."""
-WITHOUT_VERB |= {"compare_versions", "get_activity"}
+WITHOUT_VERB |= {"compare_versions", "get_activity", "get_engine_series"}
 """For pages: ``usage series`` and ``usage top`` show the same."""
 WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
 """Of a gateway's settings, which the command does not know."""
@@ -196,6 +204,12 @@ async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
     assert pirate["ttft_ms"]["p50"] == pytest.approx(102, rel=0.05)
     assert pirate["ttft_ms"]["p99"] == pytest.approx(104, rel=0.05)
     assert await cli("usage", "list", "demo", "--json") == [base, pirate]
+    day = (now - timedelta(minutes=4)).date()
+    days = await viewer("GET", f"/tenants/demo/usage/days?first={day}&last={now.date()}")
+    assert sum(one["requests"] for one in days["data"]) == 5
+    assert sum(one["prompt_tokens"] for one in days["data"]) == 10 * (1 + 2 + 3 + 4)
+    assert (await cli("usage", "days", "demo", "--json"))["data"][-1] == days["data"][-1]
+    assert len((await viewer("GET", "/tenants/demo/usage/days"))["data"]) == 30
     first = await viewer("GET", "/tenants/demo/usage?limit=1")
     assert first["data"] == [base]
     assert (await viewer("GET", f"/tenants/demo/usage?limit=1&after={first['next']}"))["data"] == [pirate]

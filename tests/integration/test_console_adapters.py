@@ -325,7 +325,7 @@ async def test_versions_and_adapters_go_and_come_back(gateway: Gateway, admin: B
     assert "points at" in (await admin.get(f"{PIRATE}/versions/1")).words, "prod is version 1"
     await admin.submit(f"{PIRATE}/versions/2/delete")
     assert "/versions/2" not in (await admin.get(PIRATE)).text
-    assert "@2 deleted" in (await admin.get(f"{PIRATE}?deleted=1")).words
+    assert "@2 bbbbbbbb deleted" in (await admin.get(f"{PIRATE}?deleted=1")).words
     assert "This version was deleted" in (await admin.get(f"{PIRATE}/versions/2")).words
     await admin.submit(f"{PIRATE}/versions/2/restore")
     assert "@2" in (await admin.get(PIRATE)).words

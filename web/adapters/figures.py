@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.api.admin.series import get_tenant_series
 from stencilpress.gateway.api.admin.series_views import SeriesView, UsageTotals
 from stencilpress.gateway.catalog.series import choose_axis, series_of_versions, total
 from stencilpress.gateway.catalog.usage_sums import UsageSum
+from stencilpress.gateway.engine_view import Seen
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.ask import ask
 from stencilpress.web.page import tenant_of
@@ -56,12 +56,12 @@ async def places_of(request: web.Request, digests: Collection[str]) -> dict[str,
     found: dict[str, Place] = {}
     for one in await request.app[SERVICES].view.adapters():
         if one.adapter.digest in wanted:
-            found[one.adapter.digest] = _nearer(found.get(one.adapter.digest), one.adapter)
+            found[one.adapter.digest] = _nearer(found.get(one.adapter.digest), one)
     return found
 
 
-def _nearer(before: Place | None, seen: AdapterSeen) -> Place:
-    place = Place(str(seen.tier), seen.pinned)
+def _nearer(before: Place | None, seen: Seen) -> Place:
+    place = Place(seen.adapter.tier, seen.adapter.pinned)
     if before is None or _NEAREST.index(place.tier) > _NEAREST.index(before.tier):
         return place
     return before

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import date, datetime
 from typing import Literal, NamedTuple
 
 from aiohttp import web
 
 CSV = "text/csv"
 Format = Literal["json", "csv"]
-Cell = str | int | float | datetime | None
+Cell = str | int | float | date | datetime | None
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """What a spreadsheet would take for the beginning of a formula (OWASP, "CSV Injection")."""
 
@@ -46,6 +46,6 @@ def csv_text(table: Table) -> str:
 
 def inert(cell: Cell) -> Cell:
     """A text that no spreadsheet runs; numbers and times stay as they are."""
-    if isinstance(cell, datetime):
+    if isinstance(cell, date):
         return cell.isoformat()
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
