@@ -13,6 +13,7 @@ from stencilpress.console import F, Place, json_option, operator_here, place_opt
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
+    from stencilpress.gateway.catalog.canaries import Comparison
     from stencilpress.gateway.catalog.records import Alias, AliasTarget, Expected, SmokeRun, Tenant
     from stencilpress.gateway.catalog.session import Database
 
@@ -258,6 +259,10 @@ def alias_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
 @_expect_option
 @click.option("--canary", type=click.IntRange(1), help="A second version for some of the users.")
 @click.option("--percent", type=click.IntRange(1, 100), help="How many of them, in per cent.")
+@click.option("--max-error-share", type=float, help="Take the canary back if more of its requests fail: 0.05.")
+@click.option("--max-ttft-ratio", type=float, help="Or if its p95 of the first token is so many times VERSION's: 1.5.")
+@click.option("--min-requests", type=int, default=50, show_default=True, help="Of the canary; fewer decide nothing.")
+@click.option("--window-s", type=int, default=600, show_default=True, help="Only requests of so many seconds count.")
 @_reason_option
 @json_option
 def alias_move(
@@ -270,16 +275,21 @@ def alias_move(
     percent: int | None,
     reason: str,
     as_json: bool,
+    **limits: Any,
 ) -> None:
     """Point an alias at a VERSION, with a canary or without.
 
     A version that `prod` has not served must pass the smoke prompts; they run on the running server's engine.
     """
-    from stencilpress.gateway.catalog.records import AliasTarget, Canary, Expected
+    from stencilpress.gateway.catalog.records import AliasTarget, Canary, CanaryGuard, Expected
 
     if (canary is None) != (percent is None):
         raise click.UsageError("--canary and --percent go together")
-    second = Canary(canary, percent) if canary is not None and percent is not None else None
+    guarded = any(limits[name] is not None for name in ("max_error_share", "max_ttft_ratio"))
+    if guarded and canary is None:
+        raise click.UsageError("--max-error-share and --max-ttft-ratio need --canary")
+    guard = CanaryGuard(**limits) if guarded else None
+    second = Canary(canary, percent, guard) if canary is not None and percent is not None else None
     target = AliasTarget(number, second)
     moved = move(place, ref, tenant_name, target, Expected(version=expect), reason)
     _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
@@ -300,6 +310,26 @@ def move(place: Place, ref: str, tenant_name: str, target: AliasTarget, expected
         )
 
     return with_tenant(place, tenant_name, work)
+
+
+@alias.command("canary")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@tenant_option
+@json_option
+def alias_canary(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show how an alias's canary does beside its version, and what its guard says."""
+    from datetime import UTC, datetime
+
+    from stencilpress.gateway.api.admin.canary import CanaryReport
+    from stencilpress.gateway.catalog.canaries import compare_canary
+
+    name, alias_name = _parts(ref)
+
+    async def work(db: Database, owner: Tenant) -> Comparison:
+        return await compare_canary(db, owner.id, name, alias_name, datetime.now(UTC))
+
+    show_one(CanaryReport.of(with_tenant(place, tenant_name, work)), as_json)
 
 
 @alias.command("rollback")

@@ -61,6 +61,7 @@ VERBS = {
     "set_smoke_prompts": "adapter set-prompts",
     "get_alias": "alias show",
     "move_alias": "alias move",
+    "get_canary": "alias canary",
     "roll_back_alias": "alias rollback",
     "remove_alias": "alias remove",
     "list_alias_moves": "alias history",
@@ -261,6 +262,17 @@ async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cl
         == moved
         == await cli("alias", "show", "pirate@prod", *demo, "--json")
     )
+    guarded = ("--max-error-share", "0.05", "--max-ttft-ratio", "1.5", "--window-s", "300")
+    canary = ("alias", "move", "pirate@beta", "1", "--canary", "2", "--percent", "10", *guarded)
+    beta = await cli(*canary, *demo, "--json")
+    limits = {"max_error_share": 0.05, "max_ttft_ratio": 1.5, "min_requests": 50, "window_s": 300}
+    assert beta["canary"] == {"version": 2, "percent": 10, "guard": limits}
+    report = await operator("GET", f"{pirate}/aliases/beta/canary")
+    assert report == await cli("alias", "canary", "pirate@beta", *demo, "--json")
+    assert (report["verdict"], report["reason"], report["guard"]) == ("undecided", "0 of 50 requests so far", limits)
+    assert report["etag"] == beta["etag"]
+    await operator("GET", f"{pirate}/aliases/none/canary", status=404)
+    await cli("alias", "remove", "pirate@beta", *demo)
     assert (await cli("alias", "rollback", "pirate@prod", *demo)) == "pirate@prod is pirate@1\n"
     history = await cli("alias", "history", "pirate@prod", *demo, "--json")
     assert (await operator("GET", f"{pirate}/aliases/prod/history"))["data"] == history
