@@ -12,10 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sqlalchemy import select
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.keys import issue_key
+from stencilpress.gateway.lifecycle import gatekeeper
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.fakes.engine import Options
 from tests.integration.admin_client import AdminClient, admin_client
@@ -300,6 +303,23 @@ async def test_prod_moves_once_the_prompts_pass(gateway: Gateway, admin: AdminCl
     assert (idle["passed"], idle["results"][0]["same_as_base"]) == (False, True)
     await admin("PUT", f"{PIRATE}/smoke-prompts", {"prompts": []})
     assert (await admin("GET", f"{PIRATE}/smoke-prompts"))["revision"] is None
+
+
+async def test_runs_are_free_so_a_tenant_has_so_many_an_hour(
+    gateway: Gateway, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gatekeeper, "RUNS_PER_HOUR", 3)
+    await admin("PUT", f"{PIRATE}/smoke-prompts", prompts())
+    runs = [admin.raw("POST", f"{PIRATE}/versions/{1 + number % 2}/smoke") for number in range(8)]
+    answers = await asyncio.gather(*runs)
+    assert sorted(status for status, _ in answers) == [200] * 3 + [429] * 5
+    refused = next(json.loads(text)["error"] for status, text in answers if status == 429)
+    assert refused["dimension"] == "smoke_runs_per_hour"
+    operator = await admin_client(gateway, "other", Role.OPERATOR)
+    await operator("POST", f"{PIRATE}/versions/2/smoke")
+    await gateway.services.accounting.flush()
+    async with gateway.services.db.read() as session:
+        assert (await session.execute(select(UsageRequestRow.__table__))).all() == []
 
 
 @pytest.mark.parametrize(

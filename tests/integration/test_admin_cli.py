@@ -30,6 +30,7 @@ VERBS = {
     "enable_tenant": "tenant enable",
     "delete_tenant": "tenant delete",
     "restore_tenant": "tenant restore",
+    "purge_tenant": "tenant purge",
     "list_keys": "key list",
     "create_key": "key create",
     "get_key": "key show",

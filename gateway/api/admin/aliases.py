@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -145,7 +146,8 @@ async def _run(call: Call, number: int) -> SmokeRun:
     """Run the suite for a version and keep the outcome. Raises :class:`ConflictError` without one."""
     services, tenant, name = call.services, call.tenant, call.path("adapter")
     version = find_version_of(await adapters.get_adapter(services.db, tenant.id, name), number)
-    async with services.using(version.digest, tenant.id):
+    turn = services.smoke_turns.setdefault(tenant.id, asyncio.Lock())
+    async with turn, services.using(version.digest, tenant.id):
         base = services.router.base.id
         return await run_for(
             services.db, services.engine, services.tokenizer, tenant, name, number, base, actor=call.actor
