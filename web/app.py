@@ -14,6 +14,7 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    adapters,
     chat,
     chat_socket,
     console_api,
@@ -47,6 +48,7 @@ PAGES = (
     members,
     tenants,
     keys,
+    adapters,
     usage,
     dashboard,
     live,
