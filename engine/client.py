@@ -191,7 +191,7 @@ class EngineClient:
         return await self._require().ask(question, Adapters, self._submit_limit_s)
 
     async def pages(self) -> Pages:
-        """Who holds which page of the pool: some milliseconds of the engine's time. Raises as :meth:`submit` does."""
+        """Who holds which page of the pool: drawn in parts between its steps. Raises as :meth:`submit` does."""
         return await self._require().ask(AskPages(next(self._ids)), Pages, self._submit_limit_s)
 
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> Kept:

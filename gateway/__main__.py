@@ -41,11 +41,13 @@ from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
+from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
-from stencilpress.gateway.peers import serve_snapshots
+from stencilpress.gateway.peers import serve_peers
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.sampling import sampling
 from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
@@ -112,7 +114,7 @@ async def _serve(settings: GatewaySettings) -> int:
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
         if settings.peer_fd >= 0:
-            peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
+            peers = await serve_peers(socket.socket(fileno=settings.peer_fd), services.metrics)
             stack.callback(peers.close)
         if context is not None:
             renewal = asyncio.create_task(keep_certificate(context, settings))
@@ -154,6 +156,8 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)
+        view = EngineView(engine, db)
+        await stack.enter_async_context(sampling(settings, db, view))
         keeper = keeper_of(settings, db, engine, changes, base)
         await stack.enter_async_context(keeper.following())
         yield Services(
@@ -163,7 +167,8 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engine,
-            view=EngineView(engine, db),
+            view=view,
+            live=live_feed(settings, metrics, view),
             keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
@@ -196,7 +201,8 @@ async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> Asy
         cold=cold,
     )
     grace = timedelta(seconds=settings.purge_grace_s)
-    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    tenants = timedelta(days=settings.tenant_purge_days) if settings.tenant_purge_days else None
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes, tenants))
     try:
         yield desk
     finally:
@@ -216,6 +222,7 @@ def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
 async def _shut_down(services: Services) -> bool:
     """Refuse new work, let streams finish, end those that do not with an error event. True if none was cut."""
     services.drain.begin()
+    services.live.close()
     clean = await services.drain.idle(services.settings.drain_s)
     if not clean:
         await services.engine.close()  # ends every open stream

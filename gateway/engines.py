@@ -29,6 +29,8 @@ ALWAYS_TAKEN = 8
 """Open requests below which an engine is never too busy: a batch this small costs nobody anything."""
 MAX_RANKED = 1 << 16
 ANSWER_LIMIT_S = 1.0
+PAGES_LIMIT_S = 5.0
+"""The picture of a large pool is drawn in parts, one a step."""
 
 A = TypeVar("A")
 
@@ -150,12 +152,12 @@ class Engines:
         return list(await asyncio.gather(*(_soon(client.adapters(offset, limit)) for client in self._clients)))
 
     async def pages(self) -> list[Pages | None]:
-        """Who holds which page of each engine's pool; None for one that does not answer within a second."""
-        return list(await asyncio.gather(*(_soon(client.pages()) for client in self._clients)))
+        """Who holds which page of each engine's pool; None for one that does not answer."""
+        return list(await asyncio.gather(*map(self.pages_of, range(len(self._clients)))))
 
     async def pages_of(self, engine: int) -> Pages | None:
         """Who holds which page of one engine's pool; None if it does not answer. Engines count from 0 here."""
-        return await _soon(self._clients[engine].pages())
+        return await _soon(self._clients[engine].pages(), PAGES_LIMIT_S)
 
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> list[Kept | None]:
         """Have adapters kept at hand where their requests go, instead of those before; each engine that connects later
@@ -192,9 +194,9 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
     return tuple(sorted(range(engines), key=score))
 
 
-async def _soon(answer: Awaitable[A]) -> A | None:
+async def _soon(answer: Awaitable[A], limit_s: float = ANSWER_LIMIT_S) -> A | None:
     try:
-        async with asyncio.timeout(ANSWER_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             return await answer
     except (EngineUnavailableError, EngineBusyError, TimeoutError):
         return None

@@ -21,6 +21,7 @@ from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.live import LiveFeed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
@@ -44,6 +45,7 @@ class Services:
     router: Router
     engine: Engines
     view: EngineView
+    live: LiveFeed
     keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
@@ -60,6 +62,8 @@ class Services:
     tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
+    smoke_turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
         """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from stencilpress.gateway.errors import EngineLostError, UnavailableError
 from stencilpress.gateway.exposition import CONTENT_TYPE, Disk, render
-from stencilpress.gateway.peers import ask_peers
+from stencilpress.gateway.peers import ask_metrics
 from stencilpress.gateway.services import SERVICES
 
 
@@ -36,7 +36,7 @@ async def metrics(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     settings = services.settings
     names = settings.peers.split(",")
-    others, engines = await asyncio.gather(ask_peers(names, settings.gateway), services.engine.stats())
+    others, engines = await asyncio.gather(ask_metrics(names, settings.gateway), services.engine.stats())
     snapshots = sorted([services.metrics.snapshot(), *others], key=lambda snapshot: snapshot.gateway)
     disk = await asyncio.to_thread(Disk.of, settings.data_folder)
     body = render(snapshots, len(names), engines, settings.max_loras, disk=disk)

@@ -116,10 +116,9 @@ class Quotas:
         ask = Ask(tenant_id, lease_id, tokens, quota, self._calendar.periods(quota.time_zone), LEASE_MS)
         store, outcome = await self._reserve(ask)
         if outcome.refused is not None:
+            self._metrics.refused(tenant_id, outcome.refused, watched=quota.shadow)
             if not quota.shadow:
-                self._metrics.quota_refusals.labels(outcome.refused).inc()
                 raise refusal(ask, outcome, outcome.refused)
-            self._metrics.quota_shadow_refusals.labels(outcome.refused).inc()
         reservation = Reservation(ask, store, rate_headers(quota, outcome), self._give_back)
         if store is not None:
             self._live.add(reservation)

@@ -5,8 +5,9 @@ with ``length`` after ``max_tokens``, with ``stop`` after a token of ``stop_ids`
 an error for a prompt that fills ``max_model_len`` (``context_exceeded``) or an adapter named in ``missing``
 (``adapter_unavailable``). An adapter in ``reversing`` echoes the prompt backwards, one in ``broken`` has NaN for every
 logprob. Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
-alternative. Every adapter not in ``missing`` can be ensured; none is ever seen, and all may be kept. :class:`Stats`
-counts requests, steps and tokens truly and has zeros for pages.
+alternative. Every adapter not in ``missing`` can be ensured, and all may be kept. What it shows of adapters and pages
+is what a test puts into ``adapters`` and ``pages``. :class:`Stats` counts requests, steps and tokens truly and has
+zeros for pages.
 
 As a process, in place of ``python -m stencilpress.engine`` and with its variables (``STENCILPRESS_ENGINE_FD`` or
 ``--socket PATH``, ``STENCILPRESS_LIFELINE_FD``, ``STENCILPRESS_GENERATION``; ``STENCILPRESS_MODEL_DIR``, if set, gives
@@ -49,6 +50,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stencilpress.engine import lifeline
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
 from stencilpress.engine.link import Closed, Link, Received
@@ -56,6 +59,7 @@ from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Adapters,
+    AdapterSeen,
     AskAdapters,
     AskPages,
     AskStats,
@@ -143,6 +147,9 @@ class FakeEngine:
         self.aborts: list[int] = []
         self.keeps: list[Keep] = []
         self.forgotten: list[str] = []
+        self.adapters: list[AdapterSeen] = []
+        self.pages = Pages(0, 0, (), b"")
+        self.map_asks = 0
         self.crashed = False
         self._link = Link(listener, options.welcome())
         self._requests: dict[RequestKey, _Request] = {}
@@ -220,10 +227,12 @@ class FakeEngine:
                 self._send(connection, Ensured(id_, "no such adapter" if adapter in self.options.missing else ""))
             case AskStats(id=id_):
                 self._send(connection, self._stats(id_))
-            case AskAdapters(id=id_):
-                self._send(connection, Adapters(id_, 0, ()))
+            case AskAdapters(id=id_, offset=offset, limit=limit):
+                some = tuple(self.adapters[offset : offset + limit])
+                self._send(connection, Adapters(id_, len(self.adapters), some))
             case AskPages(id=id_):
-                self._send(connection, Pages(id_, 0, (), b""))
+                self.map_asks += 1
+                self._send(connection, msgspec.structs.replace(self.pages, id=id_))
             case Forget(id=id_, adapter=adapter):
                 self.forgotten.append(adapter)
                 self._send(connection, Forgotten(id_, 0))

@@ -38,6 +38,7 @@ from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.route import Router
@@ -134,6 +135,7 @@ async def running_gateway(
         engines, base = Engines([client]), BaseNames.of(BASE_NAMES)
         keeper = keeper_of(gateway_settings, db, engines, changes, base)
         await stack.enter_async_context(keeper.following())
+        view = EngineView(engines, db)
         services = Services(
             settings=gateway_settings,
             db=db,
@@ -141,7 +143,8 @@ async def running_gateway(
             keys=KeyRing(db, changes),
             router=Router(db, base, changes),
             engine=engines,
-            view=EngineView(engines, db),
+            view=view,
+            live=live_feed(gateway_settings, metrics, view),
             keeper=keeper,
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,

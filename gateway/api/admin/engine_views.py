@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from datetime import datetime
+from typing import Any, Literal
 
 import msgspec
 
 from stencilpress.engine.messages import AdapterSeen, PageOwner, Pages
 from stencilpress.gateway.api.admin.tables import Table
 from stencilpress.gateway.catalog.digests import Owner
+from stencilpress.gateway.catalog.series import Axis
 from stencilpress.gateway.engine_view import EngineNow, Seen
+from stencilpress.gateway.usage.engine_sums import COUNTERS, DISTRIBUTIONS, GAUGES, EngineSum
 
 Tier = Literal["disk", "fetching", "host", "loading", "hbm"]
 
@@ -210,3 +213,97 @@ class ResidenciesView(msgspec.Struct, frozen=True):
     def table(self) -> Table:
         names = ResidencyView.__struct_fields__
         return Table("residency", names, ([getattr(row, name) for name in names] for row in self.data))
+
+
+class EngineLines(msgspec.Struct, frozen=True, kw_only=True):
+    """One value a point; null where no engine answered. Of all engines together gauges are means of each, added up.
+
+    Rates are over the whole step.
+    """
+
+    running: list[float | None]
+    waiting: list[float | None]
+    pages_total: list[float | None]
+    pages_free: list[float | None]
+    pages_kv: list[float | None]
+    pages_cached: list[float | None]
+    pages_adapter: list[float | None]
+    adapters_hbm: list[float | None]
+    adapters_host: list[float | None]
+    adapter_host_bytes: list[float | None]
+    steps: list[int]
+    prompt_tokens: list[int]
+    completion_tokens: list[int]
+    cached_tokens: list[int]
+    preemptions: list[int]
+    adapter_loads: list[int]
+    adapter_evictions: list[int]
+    adapter_failures: list[int]
+    adapter_hits: list[int]
+    adapter_misses: list[int]
+    adapters_per_step: list[float | None]
+    requests_per_step: list[float | None]
+    down: list[float]
+
+
+class EngineSeriesView(msgspec.Struct, frozen=True, kw_only=True):
+    """What engines did: point `i` is of the `step_s` seconds from `times[i]` on.
+
+    Counters are those of a step, `adapters_per_step` and `requests_per_step` means over its steps, `down` the share of
+    samples that an engine did not answer. The distributions count all steps of the span.
+    """
+
+    start: datetime
+    end: datetime
+    step_s: int
+    times: list[datetime]
+    lines: EngineLines
+    adapters_per_step: dict[str, int]
+    requests_per_step: dict[str, int]
+
+    @classmethod
+    def of(cls, axis: Axis, engines: Sequence[Sequence[EngineSum]]) -> EngineSeriesView:
+        """``engines`` has the steps of each."""
+        steps = []
+        for parts in zip(*engines, strict=True):
+            one = EngineSum()
+            for part in parts:
+                one.merge(part)
+            steps.append(one)
+        gauges: dict[str, Any] = {
+            name: [_gauge(parts, name) for parts in zip(*engines, strict=True)] for name in GAUGES
+        }
+        counters: dict[str, Any] = {name: [one.counters.get(name, 0) for one in steps] for name in COUNTERS}
+        means: dict[str, Any] = {name: [_mean(getattr(one, name)) for one in steps] for name in DISTRIBUTIONS}
+        whole = EngineSum()
+        for one in steps:
+            whole.merge(one)
+        return cls(
+            start=axis.start,
+            end=axis.end,
+            step_s=axis.step_s,
+            times=axis.times,
+            lines=EngineLines(
+                **gauges,
+                **counters,
+                **means,
+                down=[round(one.down / max(one.down + one.samples, 1), 4) for one in steps],
+            ),
+            adapters_per_step=_distribution(whole.adapters_per_step),
+            requests_per_step=_distribution(whole.requests_per_step),
+        )
+
+
+def _gauge(engines: Sequence[EngineSum], name: str) -> float | None:
+    """Each engine's mean, added up."""
+    means = [one.gauges.get(name, 0) / one.samples for one in engines if one.samples]
+    return round(sum(means), 3) if means else None
+
+
+def _mean(counts: Mapping[int, int]) -> float | None:
+    steps = sum(counts.values())
+    return round(sum(value * count for value, count in counts.items()) / steps, 3) if steps else None
+
+
+def _distribution(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(value): count for value, count in sorted(counts.items())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable
 from typing import Annotated
@@ -12,6 +13,7 @@ from msgspec import Meta
 from stencilpress.engine.messages import unpack_tokens
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.engine_views import (
+    EngineSeriesView,
     EnginesView,
     EngineView,
     PagesView,
@@ -23,14 +25,25 @@ from stencilpress.gateway.api.admin.engine_views import (
     pages_version,
 )
 from stencilpress.gateway.api.admin.operation import Call, PageQuery, decode_cursor, encode_cursor, operation
+from stencilpress.gateway.api.admin.series import DEFAULT_SPAN, End, Points, Start
 from stencilpress.gateway.api.admin.tables import Format
+from stencilpress.gateway.catalog.engine_samples import engine_series
+from stencilpress.gateway.catalog.series import choose_axis, span
 from stencilpress.gateway.errors import EngineLostError, NotFoundError
+from stencilpress.gateway.sampling import server_name
+from stencilpress.gateway.usage.engine_sums import EngineSum
 
 _NUMBER = re.compile(r"[1-9][0-9]{0,3}")
 
 
 class PagesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     since: Annotated[str, Meta(max_length=32, description="`version` of the picture at hand.")] = ""
+
+
+class EngineSeriesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    start: Start = None
+    end: End = None
+    points: Points = 300
 
 
 class ResidencyQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +78,19 @@ async def get_pages(call: Call, query: PagesQuery) -> PagesView:
         owners=[owner_view(one, tenants, names, seen) for one in pages.owners],
         runs=unpack_tokens(pages.runs),
     )
+
+
+@operation("GET", "/engines/{engine}/series", Permission.OPERATE)
+async def get_engine_series(call: Call, query: EngineSeriesQuery) -> EngineSeriesView:
+    """What an engine did over time, or all engines of this server together (`all`).
+
+    It is added up from samples of every few seconds.
+    """
+    db, number = call.services.db, None if call.path("engine") == "all" else engine_of(call)
+    axis = choose_axis(*span(query.start, query.end, DEFAULT_SPAN), points=query.points)
+    engines = await engine_series(db, axis, server_name(call.services.settings), number)
+    found = list(engines.values()) or [[EngineSum()] * axis.count]
+    return await asyncio.to_thread(EngineSeriesView.of, axis, found)
 
 
 @operation("GET", "/residency", Permission.OPERATE, table=ResidenciesView.table)
@@ -114,4 +140,4 @@ def engine_of(call: Call) -> int:
     return int(text)
 
 
-OPERATIONS = (list_engines, get_pages, list_residency, list_tenant_residency)
+OPERATIONS = (list_engines, get_pages, get_engine_series, list_residency, list_tenant_residency)

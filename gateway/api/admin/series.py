@@ -48,6 +48,7 @@ MAX_ACTIVE = 50
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Start = Annotated[Instant | None, Meta(description="By default a day before the end.")]
 End = Annotated[Instant | None, Meta(description="By default now.")]
+Points = Annotated[int, Meta(ge=1, le=MAX_POINTS, description="At most so many; a step is at least a minute.")]
 Form = Annotated[Format, Meta(description="`csv` for a file; so does `Accept: text/csv`.")]
 Name = Annotated[str, Meta(max_length=64)]
 Adapter = Annotated[Name | None, Meta(description="Only this adapter; `base` for the base alone.")]
@@ -58,7 +59,7 @@ class SeriesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: Annotated[Number | None, Meta(description="Only this version of the adapter.")] = None
     start: Start = None
     end: End = None
-    points: Annotated[int, Meta(ge=1, le=MAX_POINTS, description="At most so many; a step is at least a minute.")] = 300
+    points: Points = 300
     previous: Annotated[bool, Meta(description="The span of the same length before, too.")] = False
     format: Form = "json"
 

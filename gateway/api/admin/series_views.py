@@ -12,7 +12,7 @@ from stencilpress.gateway.api.admin.usage import SHARES, Percentiles
 from stencilpress.gateway.catalog.refusals import Refusals
 from stencilpress.gateway.catalog.series import Axis, total
 from stencilpress.gateway.catalog.tops import Top
-from stencilpress.gateway.catalog.usage_sums import UsageSum, instant
+from stencilpress.gateway.catalog.usage_sums import UsageSum
 from stencilpress.gateway.usage.histogram import Counts, quantiles
 
 
@@ -154,10 +154,10 @@ class SeriesView(msgspec.Struct, frozen=True, kw_only=True):
     ) -> SeriesView:
         """Some tens of milliseconds of percentiles: not for the event loop."""
         return cls(
-            start=instant(axis.start_s),
-            end=instant(axis.end_s),
+            start=axis.start,
+            end=axis.end,
             step_s=axis.step_s,
-            times=[instant(axis.start_s + at * axis.step_s) for at in range(axis.count)],
+            times=axis.times,
             lines=UsageLines.of(steps, axis, now_s),
             total=UsageTotals.of(total(steps)),
             previous=None if before is None else UsageLines.of(before, axis.before, axis.start_s),
