@@ -83,9 +83,18 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
     mine = await create_tenant(db, "mine")
     await add_version(db, mine.id, "first", NewVersion("f" * 64, BASE.id, False, (4,), ("q_proj",), 1, ()), BASE)
     done = await import_catalog(db, lines(await exported(source)))
-    counts = {"tenants": 4, "users": 1, "api_keys": 1, "adapters": 1, "versions": 2, "alias_moves": 3, "aliases": 2, "canaries": 1}
+    counts = {
+        "tenants": 4,
+        "users": 1,
+        "api_keys": 1,
+        "adapters": 1,
+        "versions": 2,
+        "alias_moves": 3,
+        "aliases": 2,
+        "canaries": 1,
+    }
     digests = [f"{content:064x}" for content in (1, 2)]
-    rest = {"adapter_shares": 1, "smoke_suites": 1, "alert_rules": 2, "alert_webhooks": 1}
+    rest = {"users": 1, "adapter_shares": 1, "smoke_suites": 1, "alert_rules": 2, "alert_webhooks": 1}
     assert done == Imported({**counts, **rest}, [], digests)
     assert await list_keys(db, "acme") == await list_keys(source, "acme")
     [person], [original_person] = await list_users(db), await list_users(source)
