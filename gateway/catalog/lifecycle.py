@@ -234,6 +234,16 @@ async def list_runs(db: Database, tenant_id: int, name: str, number: int, limit:
         return tuple(_to_run(row) for row in await session.scalars(query.order_by(SmokeRunRow.id.desc()).limit(limit)))
 
 
+async def last_runs(db: Database, tenant_id: int, name: str) -> dict[int, SmokeRun]:
+    """The last run of each version of an adapter that has had one. Raises :class:`NotFoundError`."""
+    async with db.read() as session:
+        adapter = await find_adapter(session, tenant_id, name, deleted=True)
+        mine = SmokeRunRow.adapter_id == adapter.id
+        newest = select(func.max(SmokeRunRow.id)).where(mine).group_by(SmokeRunRow.version)
+        rows = await session.scalars(select(SmokeRunRow).where(SmokeRunRow.id.in_(newest)))
+        return {row.version: _to_run(row) for row in rows}
+
+
 def _to_run(row: SmokeRunRow) -> SmokeRun:
     return SmokeRun(row.version, row.suite_revision, row.passed, tuple(row.results), row.at)
 

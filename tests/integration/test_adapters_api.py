@@ -242,6 +242,13 @@ async def test_an_etag_is_a_condition(gateway: Gateway, admin: AdminClient) -> N
     assert await move(**{"If-None-Match": "*"}) == 409
     assert await move(**{"If-Match": seen}) == 200
     assert await move(**{"If-Match": seen}) == 409
+    body = {"version": 1, "expected_etag": seen}
+    status, text = await admin.raw("PUT", f"{PIRATE}/aliases/prod", body)
+    assert (status, json.loads(text)["error"]["code"]) == (409, "alias_moved")
+    assert (await admin.raw("POST", f"{PIRATE}/aliases/prod/rollback", {"expected_etag": seen}))[0] == 409
+    now = (await admin("GET", f"{PIRATE}/aliases/prod"))["etag"]
+    assert (await admin("PUT", f"{PIRATE}/aliases/prod", {**body, "expected_etag": now}))["version"] == 1
+    assert (await admin.raw("PUT", f"{PIRATE}/aliases/prod", {**body, "expected_etag": "7"}))[0] == 400
 
 
 async def test_a_canary_is_sticky_by_user(gateway: Gateway, admin: AdminClient) -> None:
@@ -354,6 +361,15 @@ async def test_two_versions_are_compared(gateway: Gateway, admin: AdminClient) -
     assert len(found["tensors"]) == 8
     assert all(one["relative"] > 1 for one in found["deltas"])
     assert (await admin.raw("GET", f"{HELPER}/versions/1/diff?other=9"))[0] == 404
+
+
+async def test_a_version_tells_its_config_and_ranks(admin: AdminClient) -> None:
+    await upload(admin, lora_alpha=16)
+    found = await admin("GET", f"{HELPER}/versions/1/contents")
+    assert found["config"] == json.loads(files(lora_alpha=16)[CONFIG_NAME])
+    assert found["modules"] == [{"name": name, "layers": 2, "ranks": [4]} for name in ("q_proj", "v_proj")]
+    status, text = await admin.raw("GET", f"{PIRATE}/versions/1/contents")
+    assert (status, json.loads(text)["error"]["code"]) == (503, "adapter_unavailable"), "its files are not here"
 
 
 async def test_a_guest_sees_a_name_and_a_version(gateway: Gateway, admin: AdminClient, operator: AdminClient) -> None:

@@ -54,6 +54,7 @@ VERBS = {
     "set_version_defaults": "version defaults",
     "delete_version": "version delete",
     "restore_version": "version restore",
+    "get_version_contents": "version contents",
     "diff_versions": "version diff",
     "run_smoke_prompts": "version smoke",
     "list_smoke_runs": "version smoke-runs",
