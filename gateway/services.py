@@ -66,7 +66,7 @@ class Services:
     """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
-        """Keep an adapter's blob while the block runs; the base's "" has none. Raises :class:`AdapterUnavailableError`."""
+        """Keep an adapter's blob while the block runs; the base has none. Raises :class:`AdapterUnavailableError`."""
         return nullcontext() if self.desk is None or not digest else self.desk.using(digest, tenant_id)
 
 
