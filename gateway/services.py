@@ -62,6 +62,8 @@ class Services:
     tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
+    smoke_turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
         """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -113,6 +114,28 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
     tell(f"restored {ref}", _view(place, ref, tenant_name), as_json)
 
 
+@_version_command("contents")
+def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show the projections that a version adapts, with their ranks; as JSON its config, too."""
+    from stencilpress.gateway.lifecycle.contents import read_contents
+
+    found = asyncio.run(read_contents(_blob(place, _view(place, ref, tenant_name).digest)))
+    if as_json:
+        show_one(found, as_json)
+        return
+    show(found.modules, as_json)
+
+
+def _blob(place: Place, digest: str) -> Path:
+    """Where a version's files lie. Raises :class:`click.ClickException` if they are not here."""
+    from stencilpress.gateway.blobs import BlobStore
+
+    folder = BlobStore(place.data.path).folder(digest)
+    if not folder.is_dir():
+        raise click.ClickException(f"adapter {digest[:12]} is not in this data folder")
+    return folder
+
+
 @version.command("diff")
 @place_options
 @click.argument("ref", metavar="NAME@NUMBER")
@@ -121,17 +144,13 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
 @json_option
 def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
     """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
-    from stencilpress.gateway.blobs import BlobStore
     from stencilpress.gateway.lifecycle.diff import diff_versions
     from stencilpress.gateway.worker_process import WorkerError
 
     left = _view(place, ref, tenant_name)
     right = _view(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
-    blobs, base = BlobStore(place.data.path), _base_of(place, left.base)
-    folders = [blobs.folder(one.digest) for one in (left, right)]
-    for folder in folders:
-        if not folder.is_dir():
-            raise click.ClickException(f"adapter {folder.name[:12]} is not in this data folder")
+    base = _base_of(place, left.base)
+    folders = [_blob(place, one.digest) for one in (left, right)]
     try:
         found = asyncio.run(diff_versions(folders[0], folders[1], base.folder, "auto"))
     except (WorkerError, TimeoutError) as error:

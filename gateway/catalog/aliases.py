@@ -112,15 +112,22 @@ async def roll_back(
         if row is None:
             raise NotFoundError(f"alias: {name}@{alias} does not exist", param="alias")
         _check_expected(name, alias, row, expected)
-        earlier = await _parent(session, await _move(session, row, row.move_id), row)
-        while earlier is not None and not await _stands(session, adapter.id, _target_of(earlier)):
-            earlier = await _parent(session, earlier, row)
+        earlier = await _earlier(session, row)
         target = _target_of(earlier) if earlier is not None else None
         if earlier is None or target is None:
             raise ConflictError(f"alias: {name}@{alias} has no earlier state to go back to", param="alias")
         before = _facts(await _state(session, row))
         audit(session, actor, "alias.rollback", _subject(adapter, alias), before, _facts(target))
         return await _apply(session, adapter, alias, target, _Cause("rollback", earlier.parent_id, actor, reason))
+
+
+async def rollback_target(db: Database, tenant_id: int, name: str, alias: str) -> AliasTarget | None:
+    """Where :func:`roll_back` would go now; None if there is nothing. Raises :class:`NotFoundError`."""
+    async with db.read() as session:
+        adapter = await find_adapter(session, tenant_id, name)
+        row = await session.get(AliasRow, (adapter.id, alias))
+        earlier = await _earlier(session, row) if row is not None else None
+        return _target_of(earlier) if earlier is not None else None
 
 
 async def withdraw_canary(
@@ -246,6 +253,14 @@ class _Cause:
     parent: int | None
     actor: Actor
     reason: str = ""
+
+
+async def _earlier(session: AsyncSession, row: AliasRow) -> AliasMoveRow | None:
+    """The move before an alias's last one whose versions are still there."""
+    earlier = await _parent(session, await _move(session, row, row.move_id), row)
+    while earlier is not None and not await _stands(session, row.adapter_id, _target_of(earlier)):
+        earlier = await _parent(session, earlier, row)
+    return earlier
 
 
 async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Cause) -> Alias:

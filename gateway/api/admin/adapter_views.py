@@ -29,6 +29,7 @@ from stencilpress.gateway.lifecycle.uploads import Upload
 
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Reason = Annotated[str, Meta(max_length=500, description="Why, for the history.")]
+Etag = Annotated[str, Meta(pattern=r'^"[0-9]{1,18}"$')]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -177,13 +178,14 @@ class AddedVersionView(msgspec.Struct, frozen=True, kw_only=True):
 class AliasChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an alias is to point.
 
-    `expected_version` is where you believe that it points now, 0 that there is none; the header `If-Match` with the
-    `etag` that you have seen does as well. One of the two is needed.
+    `expected_version` is where you believe that it points now, 0 that there is none; the `etag` that you have seen, in
+    `expected_etag` or in the header `If-Match`, does as well. One of them is needed.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     canary: CanaryView | None = None
     expected_version: Number | UnsetType = UNSET
+    expected_etag: Etag | UnsetType = UNSET
     reason: Reason = ""
 
     @property
@@ -192,9 +194,10 @@ class AliasChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Take back the last move; with `expected_version` only if the alias still points there."""
+    """Take back the last move; with `expected_version` or `expected_etag` only if the alias is still so."""
 
     expected_version: Number | UnsetType = UNSET
+    expected_etag: Etag | UnsetType = UNSET
     reason: Reason = ""
 
 
