@@ -120,19 +120,24 @@ export class Screen {
   #showTabs() {
     const { columns } = this.chat.conversation;
     $("chat-tabs").dataset.count = columns.length;
-    $("chat-tabs").replaceChildren(...columns.map(({ id, model }, at) => this.#tab(id, model, at === 0)));
+    $("chat-tabs").replaceChildren(...columns.map(({ id, model }) => this.#tab(id, model)));
+    this.#markTab();
   }
 
-  #tab(id, model, current) {
+  #tab(id, model) {
     const tab = Object.assign(document.createElement("button"), { type: "button", textContent: model });
     tab.dataset.column = id;
-    tab.setAttribute("aria-current", String(current));
     tab.addEventListener("click", () => this.#columns.get(id).element.scrollIntoView({ inline: "start", block: "nearest" }));
     return tab;
   }
 
   #seen(entries) {
     for (const { target, intersectionRatio } of entries) this.#shares.set(target, intersectionRatio);
+    this.#markTab();
+  }
+
+  /** The tab of the column that is most in view. */
+  #markTab() {
     const share = ([, { element }]) => this.#shares.get(element) ?? 0;
     const [current] = [...this.#columns].reduce((best, one) => (share(one) > share(best) ? one : best));
     for (const tab of $("chat-tabs").children) tab.setAttribute("aria-current", String(tab.dataset.column === current));
