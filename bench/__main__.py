@@ -7,7 +7,7 @@ import sys
 
 BENCHES = (
     "churn", "console", "cpu", "gateway", "kernels", "latency", "live", "memory", "parity", "punica", "report", "slora",
-    "start", "throughput",
+    "soak", "start", "throughput",
 )  # fmt: skip
 
 

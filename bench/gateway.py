@@ -30,6 +30,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from bench.gateway_load import Seen, Target, closed_loop, connect, drain
+from bench.gateway_memory import growth_mib_h, watch_memory
 from bench.results import Result, median_result, record
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
@@ -247,6 +248,21 @@ def streams_case(bench: Bench, repeats: int) -> list[Result]:
     ]
 
 
+def memory_case(bench: Bench, minutes: float) -> list[Result]:
+    """100 streams that come and go for minutes, a fifth of them left in the middle: what the gateway holds."""
+    request = bench.target().request(PROMPT, TOKENS, stream=True)
+    watched = watch_memory(bench.target(), request, bench.gateway.pid, 60 * minutes)
+    times, sizes, asked = uvloop.run(watched)
+    third = max(len(sizes) // 3, 1)
+    parts = {"start": sizes[:third], "middle": sizes[third:-third], "end": sizes[-third:]}
+    settings = {"minutes": minutes, "requests": asked}
+    growth = [growth_mib_h(times, sizes)]
+    return [
+        *(row("memory", f"pss_{name}_mib", "MiB", part, settings=settings) for name, part in parts.items()),
+        row("memory", "growth_mib_h", "MiB/h", growth, settings={**settings, "goal": 0}),
+    ]
+
+
 def thousand_case(bench: Bench, repeats: int) -> list[Result]:
     """1,000 streams at 50 tokens a second: nothing lost, and in 50 of them, which are watched, nothing late."""
     watched, tokens = 50, 400
@@ -413,6 +429,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
     parser.add_argument("--litellm", type=Path, help="its command, to measure it in the same run")
     parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the case memory")
     options = parser.parse_args(arguments)
     model_dir = options.data / "v1" / "models" / BASE
     os.sched_setaffinity(0, {LOAD_CORE})
@@ -427,6 +444,8 @@ def main(arguments: list[str]) -> int:
             results += thousand_case(bench, options.repeats)
         if "burst" in cases:
             results += burst_case(bench)
+        if "memory" in cases:
+            results += memory_case(bench, options.minutes)
     if "saturation" in cases:
         port = _free_port()
         with _process([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):

@@ -201,7 +201,8 @@ async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> Asy
         cold=cold,
     )
     grace = timedelta(seconds=settings.purge_grace_s)
-    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    tenants = timedelta(days=settings.tenant_purge_days) if settings.tenant_purge_days else None
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes, tenants))
     try:
         yield desk
     finally:

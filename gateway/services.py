@@ -62,10 +62,12 @@ class Services:
     tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
+    smoke_turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
-        """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""
-        return nullcontext() if self.desk is None else self.desk.using(digest, tenant_id)
+        """Keep an adapter's blob while the block runs; the base has none. Raises :class:`AdapterUnavailableError`."""
+        return nullcontext() if self.desk is None or not digest else self.desk.using(digest, tenant_id)
 
 
 SERVICES = web.AppKey("services", Services)

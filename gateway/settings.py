@@ -78,6 +78,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """With a cold store: blobs beyond this leave the disk, the longest unused first. 0 keeps all."""
     purge_grace_s: Annotated[float, Meta(ge=5, le=365 * 86400)] = 3600.0
     """How long a deleted adapter or version can be restored."""
+    tenant_purge_days: Annotated[int, Meta(ge=0, le=3650)] = 0
+    """How long a deleted tenant can be restored; then it is erased for good. 0: until somebody purges it."""
     upkeep_s: Seconds = 300.0
     """How often what was deleted is purged and unused blobs are removed."""
     pin: str = ""

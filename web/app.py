@@ -14,12 +14,14 @@ from stencilpress.gateway.accounts.sessions import SessionRing
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
+    adapters,
     chat,
     chat_socket,
     console_api,
     dashboard,
     home,
     keys,
+    live,
     members,
     memory,
     oidc,
@@ -46,8 +48,10 @@ PAGES = (
     members,
     tenants,
     keys,
+    adapters,
     usage,
     dashboard,
+    live,
     memory,
 )
 """Modules with ``ROUTES``."""

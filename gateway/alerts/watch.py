@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,10 +25,12 @@ from stencilpress.gateway.alerts.rules import Kind
 from stencilpress.gateway.catalog import alert_outbox, alerts
 from stencilpress.gateway.catalog.alert_outbox import OPERATOR, Delivery, Webhook
 from stencilpress.gateway.catalog.alert_readings import read_damaged, read_quotas, read_traffic
+from stencilpress.gateway.catalog.canaries import read_rolled_back
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.exposition import Disk
+from stencilpress.gateway.lifecycle.canary_guard import guard_canaries
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SideLoop
 
@@ -80,6 +83,7 @@ class Watch:
     async def _read(self, now: datetime, least_requests: int) -> Readings:
         traffic: dict[tuple[int, str], Traffic] = await read_traffic(self._db, now, least_requests)
         facts = {**await self._known_quotas(now), **await self._engine_facts()}
+        facts |= await read_rolled_back(self._db, now)
         disk = await asyncio.to_thread(Disk.of, self._folder)
         unknown = _DISK_KINDS if disk is None else frozenset()
         return Readings(traffic, {**facts, **_disk_facts(disk)}, unknown)
@@ -177,6 +181,7 @@ async def alerting(settings: GatewaySettings, engines: Engines) -> AsyncIterator
         courier = await behind.call(_courier(settings))
         watch = Watch(db, engines, settings.data_folder, operator=hook is not None, on_main=on_main)
         jobs: list[tuple[str, float, Callable[[], Awaitable[object]]]] = [
+            ("canary-guard", settings.alert_every_s, partial(guard_canaries, db)),
             ("alert-watch", settings.alert_every_s, watch.look),
             ("alert-delivery", DELIVER_S, Postman(db, courier, hook).deliver),
             ("alert-purge", PURGE_S, watch.purge),

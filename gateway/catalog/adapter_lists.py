@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from sqlalchemy import ColumnElement, Select, and_, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,6 +26,7 @@ class Listed:
     """One adapter of the list; the newest version that is not deleted, if there is one, and how many there are."""
 
     id: int
+    tenant_id: int
     tenant: str
     name: str
     created_at: datetime
@@ -51,19 +53,38 @@ async def list_all_adapters(
     deleted: bool = False,
     after: Position | None = None,
     limit: int = 50,
+    tenant_id: int | None = None,
 ) -> tuple[Listed, ...]:
-    """Those whose tenant's name and own name begin so, from behind ``after``."""
-    query: Any = select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-    if not deleted:
-        query = query.where(AdapterRow.deleted_at.is_(None), TenantRow.deleted_at.is_(None))
+    """Those whose tenant's name and own name begin so, from behind ``after``; with ``tenant_id`` of that tenant."""
+    query = _adapters(deleted=deleted)
+    if tenant_id is not None:
+        query = query.where(AdapterRow.tenant_id == tenant_id)
     for column, prefix in ((TenantRow.name, tenant), (AdapterRow.name, name)):
         if prefix:
             query = query.where(column >= prefix, column < prefix + _LAST)
-    query = _in_order(query, sort, after).options(selectinload(AdapterRow.aliases)).limit(limit)
     async with db.read() as session:
-        rows: list[tuple[AdapterRow, str]] = [tuple(row) for row in await session.execute(query)]
-        counts, newest = await _versions(session, [adapter.id for adapter, _ in rows])
-        return tuple(_listed(row, owner, counts.get(row.id, 0), newest.get(row.id)) for row, owner in rows)
+        return await _read(session, _in_order(query, sort, after).limit(limit))
+
+
+async def list_named(db: Database, names: Sequence[tuple[str, str]]) -> tuple[Listed, ...]:
+    """Adapters by their tenants' names and their own, in that order; what does not exist any more is left out."""
+    query = _adapters(deleted=False).where(tuple_(TenantRow.name, AdapterRow.name).in_(names))
+    async with db.read() as session:
+        found = {(one.tenant, one.name): one for one in await _read(session, query)}
+    return tuple(found[name] for name in names if name in found)
+
+
+def _adapters(*, deleted: bool) -> Select[Any]:
+    query: Any = select(AdapterRow, TenantRow.name).join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+    if not deleted:
+        query = query.where(AdapterRow.deleted_at.is_(None), TenantRow.deleted_at.is_(None))
+    return cast("Select[Any]", query.options(selectinload(AdapterRow.aliases)))
+
+
+async def _read(session: AsyncSession, query: Select[Any]) -> tuple[Listed, ...]:
+    rows: list[tuple[AdapterRow, str]] = [tuple(row) for row in await session.execute(query)]
+    counts, newest = await _versions(session, [adapter.id for adapter, _ in rows])
+    return tuple(_listed(row, owner, counts.get(row.id, 0), newest.get(row.id)) for row, owner in rows)
 
 
 def _in_order(query: Select[Any], sort: Sort, after: Position | None) -> Select[Any]:
@@ -93,6 +114,7 @@ async def _versions(session: AsyncSession, ids: list[int]) -> tuple[dict[int, in
 def _listed(row: AdapterRow, tenant: str, versions: int, newest: VersionRow | None) -> Listed:
     return Listed(
         id=row.id,
+        tenant_id=row.tenant_id,
         tenant=tenant,
         name=row.name,
         created_at=row.created_at,

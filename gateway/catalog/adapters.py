@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog.aliases import locked_adapter, locked_tenant, move_alias, point_first
+from stencilpress.gateway.catalog.aliases import guard_of, locked_adapter, locked_tenant, move_alias, point_first
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.limits import to_limits
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, ShareRow, TenantRow, VersionRow
@@ -325,7 +325,9 @@ def _to_adapter(row: AdapterRow, deleted: bool = False) -> Adapter:
         created_at=row.created_at,
         versions=tuple(_to_version(one, row.name) for one in row.versions if deleted or one.deleted_at is None),
         aliases={alias.name: alias.version for alias in row.aliases},
-        canaries={canary.alias: Canary(canary.version, canary.percent) for canary in row.canaries},
+        canaries={
+            canary.alias: Canary(canary.version, canary.percent, guard_of(canary.guard)) for canary in row.canaries
+        },
         moves={alias.name: alias.move_id for alias in row.aliases},
         deleted_at=row.deleted_at,
         kept=row.kept,

@@ -227,6 +227,8 @@ class CanaryRow(Table):
     alias: Mapped[str] = mapped_column(String(63), primary_key=True)
     version: Mapped[int]
     percent: Mapped[int]
+    guard: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
+    """A :class:`CanaryGuard`."""
 
 
 class AliasMoveRow(Table):
@@ -234,7 +236,10 @@ class AliasMoveRow(Table):
     says that the alias was removed."""
 
     __tablename__ = "alias_moves"
-    __table_args__: Any = (Index("ix_alias_moves_adapter_id_alias", "adapter_id", "alias"),)
+    __table_args__: Any = (
+        Index("ix_alias_moves_adapter_id_alias", "adapter_id", "alias"),
+        Index("ix_alias_moves_kind_at", "kind", "at"),
+    )
 
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"))
@@ -243,6 +248,7 @@ class AliasMoveRow(Table):
     version: Mapped[int]
     canary_version: Mapped[int | None]
     canary_percent: Mapped[int | None]
+    canary_guard: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
     parent_id: Mapped[int | None] = mapped_column(BigInteger)
     actor: Mapped[str] = mapped_column(String(100))
     reason: Mapped[str] = mapped_column(String(500))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import Row, Select, select
+from sqlalchemy import Row, Select, select, tuple_
 
 from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, instant, stored_sum
 from stencilpress.gateway.errors import InvalidRequestError
+
+K = TypeVar("K")
 
 MAX_POINTS = 400
 MAX_YEARS = 10
@@ -121,7 +123,32 @@ async def adapter_series(
     query = _on_axis(select(table.__table__), table, tenant_id, axis.period, axis).where(table.adapter.in_(adapters))
     async with db.read() as session:
         rows = (await session.execute(query)).all()
-    return await asyncio.to_thread(_by_adapter, rows, adapters, axis)
+    return await asyncio.to_thread(_by_key, rows, adapters, axis, lambda row: row.adapter)
+
+
+async def series_of_names(
+    db: Database, names: Sequence[tuple[int, str]], axis: Axis
+) -> dict[tuple[int, str], list[UsageSum]]:
+    """The series of adapters of several tenants, by tenant and name."""
+    table = UsageRollupRow
+    key = tuple_(table.tenant_id, table.adapter)
+    query = _within(select(table.__table__), table, axis.period, axis).where(key.in_(names))
+    async with db.read() as session:
+        rows = (await session.execute(query)).all()
+    return await asyncio.to_thread(_by_key, rows, names, axis, lambda row: (row.tenant_id, row.adapter))
+
+
+async def series_of_versions(
+    db: Database, tenant_id: int, adapter: str, numbers: Sequence[int], axis: Axis
+) -> dict[int, list[UsageSum]]:
+    """The series of some versions of an adapter."""
+    table = UsageVersionRollupRow
+    period: Period = "hour" if axis.period == "day" else axis.period
+    query = _on_axis(select(table.__table__), table, tenant_id, period, axis)
+    query = query.where(table.adapter == adapter, table.version.in_(numbers))
+    async with db.read() as session:
+        rows = (await session.execute(query)).all()
+    return await asyncio.to_thread(_by_key, rows, numbers, axis, lambda row: row.version)
 
 
 def total(sums: Iterable[UsageSum]) -> UsageSum:
@@ -148,12 +175,11 @@ def _rollups(subject: Subject, axis: Axis) -> Select[Any]:
 
 
 def _on_axis(query: Select[Any], table: Any, tenant_id: int, period: Period, axis: Axis) -> Select[Any]:
-    return query.where(
-        table.tenant_id == tenant_id,
-        table.period == period,
-        table.starts_at >= axis.start,
-        table.starts_at < axis.end,
-    )
+    return _within(query, table, period, axis).where(table.tenant_id == tenant_id)
+
+
+def _within(query: Select[Any], table: Any, period: Period, axis: Axis) -> Select[Any]:
+    return query.where(table.period == period, table.starts_at >= axis.start, table.starts_at < axis.end)
 
 
 def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
@@ -163,11 +189,13 @@ def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
     return steps
 
 
-def _by_adapter(rows: Sequence[Row[Any]], adapters: Sequence[str], axis: Axis) -> dict[str, list[UsageSum]]:
-    found: dict[str, list[Row[Any]]] = {adapter: [] for adapter in adapters}
+def _by_key(
+    rows: Sequence[Row[Any]], keys: Sequence[K], axis: Axis, key_of: Callable[[Any], K]
+) -> dict[K, list[UsageSum]]:
+    found: dict[K, list[Row[Any]]] = {key: [] for key in keys}
     for row in rows:
-        found[row.adapter].append(row)
-    return {adapter: _in_steps(mine, axis) for adapter, mine in found.items()}
+        found[key_of(row)].append(row)
+    return {key: _in_steps(mine, axis) for key, mine in found.items()}
 
 
 def span(start: datetime | None, end: datetime | None, default: timedelta) -> tuple[datetime, datetime]:

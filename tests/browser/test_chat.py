@@ -9,9 +9,9 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import pytest_asyncio
 
 from stencilpress.gateway.access import Role
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Locator, Page
 
 CHAT = "/console/t/demo/chat"
-PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.01)
+PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=4000, step_delay_s=0.01)
 HOSTILE = (
     "<img src=x onerror=window.owned=1>",
     "<script>window.owned=1</script>",
@@ -48,6 +48,36 @@ HOSTILE = (
     "<form action=/console/sign-out><button name=body>x</button></form>",
     "<base href=https://elsewhere.example/>",
 )
+
+
+DOCUMENTS = (
+    "# a\n\ntext\nmore\n\n- one\n- two\n  - nested\n\n  para in two\n\n- three\n\nend",
+    "1. a\n\n2. b\n\n3. c\n\nfoo\n\n```js\nlet x;\n\n\ny\n```\nafter",
+    "| a | b |\n|--|--:|\n| 1 | 2 |\n| 3 | 4 |\n\nx\n\n> q\n> w\n\n> e\n\nSetext\n===\n\npara\n---\n\n***\n",
+    "[x]: http://a.example\n\nsee [x] and [y]\n\n[y]: http://b.example",
+    "```\nopen\nfence\n  indented <b>",
+    "    indented\n    code\n\n    more\n\na\r\nb\r\n\r\n- c\r\n- d\r\n\r\nq",
+    "<div>\nraw\n\nmore</div>\n\n<br>\n\nx\n\n```py\na\n```\n```py\nb\n```\n\n~~~md\n```\nx\n```\n~~~",
+    "* a\n\n  b\n\n\n* c\n* d\n\n1. x\n1. y\n\n- [ ] todo\n- [x] done\n\n- a\n-\n- b\n\n10. x\n11. y\n\ntext\n1. not",
+    "**bold\n\nunclosed** *x ![i](http://e.example/i.png) <http://c.example> www.e.example",
+)
+GROWN = """async ([documents, sizes]) => {
+  const main = [...document.scripts].find(({ src }) => src.endsWith("chat/main.js")).src;
+  const { markdown, GrowingMarkdown } = await import(main.replace("main.js", "markdown.js"));
+  const wrong = [];
+  for (const text of documents) {
+    const whole = document.createElement("div");
+    whole.append(markdown(text));
+    for (const size of sizes) {
+      const element = document.createElement("div");
+      const grown = new GrowingMarkdown(element);
+      for (let at = size; at < text.length; at += size) grown.update(text.slice(0, at));
+      grown.finish(text);
+      if (element.innerHTML !== whole.innerHTML) wrong.push([text, size, element.innerHTML, whole.innerHTML]);
+    }
+  }
+  return wrong;
+}"""
 
 
 @dataclass
@@ -92,23 +122,31 @@ async def ask(page: Page, text: str, **settings: str) -> None:
     await page.get_by_label("Your message").press("Enter")
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def console(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    async with running_console(tmp_path_factory.mktemp("chat"), options=PACED) as gateway:
+        yield gateway
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def desk(chromium: Browser, tmp_path: Path) -> AsyncIterator[Desk]:
-    async with running_console(tmp_path, options=PACED) as gateway, contextlib.AsyncExitStack() as stack:
-        user = await make_user(gateway.services.db, Role.ADMIN)
-        context = await chromium.new_context(base_url=gateway.url)
+async def desk(console: Gateway, chromium: Browser) -> AsyncIterator[Desk]:
+    console.engine.options = PACED
+    console.engine.submits.clear()
+    console.engine.aborts.clear()
+    user = await make_user(console.services.db, Role.ADMIN)
+    async with contextlib.AsyncExitStack() as stack:
+        context = await chromium.new_context(base_url=console.url)
         stack.push_async_callback(context.close)
         context.set_default_timeout(20_000)
         page = await context.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        await page.goto("/console/sign-in")
+        await page.goto(f"/console/sign-in?next={CHAT}")
         await page.get_by_label("E-mail address").fill(user.email)
         await page.get_by_label("Password").fill(PASSWORD)
         await page.get_by_role("button", name="Sign in").click()
-        await page.wait_for_url(lambda url: "/sign-in" not in url)
-        await page.goto(CHAT)
-        yield Desk(gateway, page)
+        await page.wait_for_url(lambda url: CHAT in url)
+        yield Desk(console, page)
         assert errors == []
 
 
@@ -159,7 +197,7 @@ async def test_a_viewer_has_no_composer(visit: Visit) -> None:
 
 
 async def test_stopping_keeps_what_has_come(desk: Desk) -> None:
-    await desk.ask("abc", max_tokens="50000")
+    await desk.ask("abc", max_tokens="3500")
     await desk.page.locator(".answer[data-status=streaming] .prose", has_text="abcabc").wait_for()
     await desk.page.keyboard.press("Escape")
     await desk.answers("stopped").wait_for()
@@ -187,7 +225,7 @@ async def test_a_reload_keeps_the_conversation_and_another_can_follow(desk: Desk
 
 
 async def test_a_reload_in_the_middle_keeps_the_text_so_far(desk: Desk) -> None:
-    await desk.ask("xyz", max_tokens="50000")
+    await desk.ask("xyz", max_tokens="3500")
     await desk.page.locator(".answer[data-status=streaming] .prose", has_text="xyzxyz").wait_for()
     await desk.page.reload()
     await desk.answers("cut").wait_for()
@@ -213,7 +251,7 @@ async def test_what_was_said_can_be_changed_and_asked_again(desk: Desk) -> None:
 
 
 async def test_a_lost_connection_is_told_and_made_anew(desk: Desk) -> None:
-    await desk.ask("abc", max_tokens="50000")
+    await desk.ask("abc", max_tokens="3500")
     await desk.page.locator(".answer[data-status=streaming] .prose", has_text="abcabc").wait_for()
     for socket in list(desk.gateway.services.websockets):
         await socket.close(code=1001)
@@ -253,6 +291,51 @@ async def test_a_refusal_names_the_limit_and_when_there_is_room(desk: Desk) -> N
     await desk.gateway.services.changes.poll()
     await refused.get_by_role("button", name="Try again").click()
     await desk.answers("done").nth(1).wait_for()
+
+
+async def test_what_no_longer_fits_the_context_can_be_left_out(desk: Desk) -> None:
+    for number, sign in enumerate("abc"):
+        await desk.ask(f"{sign}-" * 700, max_tokens="2")
+        await desk.page.locator(".answer:is([data-status=done], [data-status=failed])").nth(number).wait_for()
+    await desk.answers("failed").get_by_text("does not fit the model's context").wait_for()
+    await desk.page.get_by_role("button", name="Leave out the earlier half").click()
+    await desk.answers("done").nth(2).wait_for()
+    assert await desk.page.locator(".turn.since .said").all_text_contents() == ["c-" * 700]
+    assert await desk.page.locator(".turn").count() == 3
+
+
+async def test_columns_come_and_go_and_each_has_its_own_history(desk: Desk) -> None:
+    await desk.ask("ab", max_tokens="4")
+    await desk.answers("done").wait_for()
+    await desk.page.get_by_role("button", name="Compare").click()
+    await desk.page.keyboard.type("pirate@2")
+    await desk.page.keyboard.press("Enter")
+    await desk.ask("cd")
+    second = desk.page.locator(".chat-column").nth(1)
+    await second.locator(".answer[data-status=done]").nth(1).wait_for()
+    assert await second.locator("[data-model]").all_text_contents() == ["acme/Press-1B", "pirate@2"]
+    await desk.page.get_by_role("button", name="Remove this column").first.click()
+    assert await desk.page.locator("[data-model]").all_text_contents() == ["acme/Press-1B", "pirate@2"]
+    await desk.page.reload()
+    await desk.answers("done").nth(1).wait_for()
+    assert await desk.page.locator(".chat-column").count() == 1
+    assert await desk.page.get_by_role("combobox", name="Model").input_value() == "pirate@2"
+
+
+async def test_settings_out_of_range_are_told_and_not_sent(desk: Desk) -> None:
+    await desk.ask("a", temperature="2.5", seed="9223372036854775807", stop="\\n")
+    field = desk.page.get_by_label("Temperature").nth(1)
+    assert await field.get_attribute("aria-invalid") == "true"
+    assert await desk.page.locator("#c-temperature-fault").text_content() == "At most 2."
+    assert desk.gateway.engine.submits == []
+    await desk.ask("a", temperature="0.5", max_tokens="2")
+    await desk.answers("done").wait_for()
+    [submit] = desk.gateway.engine.submits
+    assert (submit.sampling.temperature, submit.sampling.seed) == (0.5, 9223372036854775807)
+
+
+async def test_a_growing_text_looks_as_it_will_when_complete(desk: Desk) -> None:
+    assert await desk.page.evaluate(GROWN, [DOCUMENTS, [1, 2, 3, 7, 50]]) == []
 
 
 async def test_a_model_that_does_not_exist_is_told_so(desk: Desk) -> None:

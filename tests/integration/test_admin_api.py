@@ -78,6 +78,27 @@ async def test_a_tenants_life(gateway: Gateway, operator: AdminClient) -> None:
     assert actions == [f"tenant.{verb}" for verb in ("restore", "delete", "enable", "disable", "change", "create")]
 
 
+async def test_a_deleted_tenant_is_purged_once_its_name_is_said_twice(gateway: Gateway, operator: AdminClient) -> None:
+    made = await operator("POST", "/tenants/demo/keys", {"label": "x"}, status=201)
+    admin = await admin_client(gateway, "demo", Role.ADMIN)
+    await admin("POST", "/tenants/demo/purge", {"confirm": "demo"}, status=403)
+    await operator("POST", "/tenants/other/purge", {"confirm": "other"}, status=409)  # its own
+    await operator("POST", "/tenants/demo/purge", {"confirm": "demo"}, status=409)  # not deleted
+    await operator("DELETE", "/tenants/demo")
+    for confirm in ("", "Demo", "demo "):
+        refused = await operator("POST", "/tenants/demo/purge", {"confirm": confirm}, status=400)
+        assert refused["error"]["param"] == "confirm"
+    purged = await operator("POST", "/tenants/demo/purge", {"confirm": "demo"})
+    assert (purged["tenant"], purged["adapters"], purged["versions"]) == ("demo", 1, 2)
+    assert sorted(gateway.engine.forgotten) == ["a" * 64, "b" * 64]
+    await operator("POST", "/tenants/demo/restore", status=404)
+    await operator("POST", f"/tenants/{purged['tombstone']}/restore", status=404)
+    status, _ = await gateway.post("/v1/models", {}, headers={"Authorization": f"Bearer {made['token']}"})
+    assert status in (401, 405)
+    assert [one["name"] for one in (await operator("GET", "/tenants?deleted=true"))["data"]] == ["other"]
+    await operator("POST", "/tenants", {"name": "demo"}, status=201)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

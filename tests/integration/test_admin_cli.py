@@ -30,6 +30,7 @@ VERBS = {
     "enable_tenant": "tenant enable",
     "delete_tenant": "tenant delete",
     "restore_tenant": "tenant restore",
+    "purge_tenant": "tenant purge",
     "list_keys": "key list",
     "create_key": "key create",
     "get_key": "key show",
@@ -53,6 +54,7 @@ VERBS = {
     "set_version_defaults": "version defaults",
     "delete_version": "version delete",
     "restore_version": "version restore",
+    "get_version_contents": "version contents",
     "diff_versions": "version diff",
     "run_smoke_prompts": "version smoke",
     "list_smoke_runs": "version smoke-runs",
@@ -60,6 +62,7 @@ VERBS = {
     "set_smoke_prompts": "adapter set-prompts",
     "get_alias": "alias show",
     "move_alias": "alias move",
+    "get_canary": "alias canary",
     "roll_back_alias": "alias rollback",
     "remove_alias": "alias remove",
     "list_alias_moves": "alias history",
@@ -260,6 +263,17 @@ async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cl
         == moved
         == await cli("alias", "show", "pirate@prod", *demo, "--json")
     )
+    guarded = ("--max-error-share", "0.05", "--max-ttft-ratio", "1.5", "--window-s", "300")
+    canary = ("alias", "move", "pirate@beta", "1", "--canary", "2", "--percent", "10", *guarded)
+    beta = await cli(*canary, *demo, "--json")
+    limits = {"max_error_share": 0.05, "max_ttft_ratio": 1.5, "min_requests": 50, "window_s": 300}
+    assert beta["canary"] == {"version": 2, "percent": 10, "guard": limits}
+    report = await operator("GET", f"{pirate}/aliases/beta/canary")
+    assert report == await cli("alias", "canary", "pirate@beta", *demo, "--json")
+    assert (report["verdict"], report["reason"], report["guard"]) == ("undecided", "0 of 50 requests so far", limits)
+    assert report["etag"] == beta["etag"]
+    await operator("GET", f"{pirate}/aliases/none/canary", status=404)
+    await cli("alias", "remove", "pirate@beta", *demo)
     assert (await cli("alias", "rollback", "pirate@prod", *demo)) == "pirate@prod is pirate@1\n"
     history = await cli("alias", "history", "pirate@prod", *demo, "--json")
     assert (await operator("GET", f"{pirate}/aliases/prod/history"))["data"] == history

@@ -54,6 +54,24 @@ class LimitChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quota_shadow: Annotated[bool, Meta(description="Report what would be refused, refuse nothing.")] | UnsetType = UNSET
 
 
+class Purge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What cannot be undone is said twice."""
+
+    confirm: Annotated[str, Meta(max_length=64, description="The tenant's name.")]
+
+
+class Purged(msgspec.Struct, frozen=True, kw_only=True):
+    """What was erased. The audit log and the roll-ups know the tenant as `tombstone` from now on."""
+
+    tenant: str
+    tombstone: str
+    adapters: int
+    versions: int
+    keys: int
+    users: int
+    requests: int
+
+
 class NewTenant(LimitChanges, frozen=True, kw_only=True):
     """A tenant to add; limits that are left out take their defaults."""
 

@@ -70,10 +70,11 @@ export class AnswerView {
     const fault = status === "cut" ? { code: "cut" } : status === "failed" ? error : null;
     part(this.element, "error").hidden = !fault;
     if (!fault) return;
-    const { text, detail, retryAt, retry } = explain(fault);
+    const { text, detail, retryAt, retry, shorten } = explain(fault);
     part(this.element, "error-text").textContent = text;
     part(this.element, "error-detail").textContent = detail;
-    part(this.element, "error").querySelector("[data-act=retry-error]").hidden = !retry;
+    this.element.querySelector("[data-act=retry-error]").hidden = !retry;
+    this.element.querySelector("[data-act=shorten]").hidden = !shorten;
     if (retryAt) this.#countDown(text, retryAt);
   }
 

@@ -13,7 +13,7 @@ export class Chat {
   #running = new Map(); // by column, what cancels its answer
   conversation;
 
-  /** `screen` shows: `show()`, `addTurn()`, `showAnswer(column, turn)`, `changed(column, turn, what)`, `running(count)`. */
+  /** `screen` shows: `show()`, `addTurn()`, `showAnswer(column, turn)`, `changed(column, turn, what)`, `showSince()`, `running(count)`. */
   constructor(socket, keeper, screen) {
     this.#socket = socket;
     this.#keeper = keeper;
@@ -53,6 +53,14 @@ export class Chat {
     this.#send(number, bodies);
   }
 
+  /** Send no longer the earlier half of what is sent, and ask again. */
+  shorten(columnId, number) {
+    const { conversation } = this;
+    conversation.since = Math.min(number, Math.ceil((conversation.since + number + 1) / 2));
+    this.#screen.showSince();
+    this.retry(columnId, number);
+  }
+
   proceed(columnId) {
     if (!this.isRunning) this.ask(CONTINUE, this.conversation.columns.filter(({ id }) => id === columnId));
   }
@@ -61,6 +69,7 @@ export class Chat {
   edit(number, text) {
     if (this.isRunning) return;
     this.conversation.turns.length = number;
+    this.conversation.since = Math.min(this.conversation.since, number);
     this.#screen.show();
     this.ask(text);
   }

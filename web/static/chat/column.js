@@ -18,7 +18,7 @@ export class ColumnView {
   #follower;
 
   /**
-   * `actions` has `pick(id, model)`, `removeColumn(id)`, `retry(id, number)`, `proceed(id)`, `edit(number, text)` and
+   * `actions` has `pick(id, model)`, `removeColumn(id)`, `retry(id, number)`, `shorten(id, number)`, `proceed(id)`, `edit(number, text)` and
    * `block(text)`.
    */
   constructor(conversation, column, models, actions) {
@@ -80,6 +80,12 @@ export class ColumnView {
     else view?.end();
   }
 
+  /** Draw the line behind the turns that are not sent any more. */
+  showSince() {
+    const { since } = this.#conversation;
+    for (const [number, { element }] of this.#turns) element.classList.toggle("since", since > 0 && number === since);
+  }
+
   editLast() {
     this.#turns.get(this.#conversation.turns.length - 1)?.edit();
   }
@@ -89,6 +95,7 @@ export class ColumnView {
     for (let number = from; number < to; number += 1) {
       const view = new TurnView(this.#conversation.turns[number], this.id, this.#turnActions(number), this.#actions.block);
       this.#turns.set(number, view);
+      view.element.classList.toggle("since", number > 0 && number === this.#conversation.since);
       built.push(view.element);
     }
     return built;
@@ -97,6 +104,7 @@ export class ColumnView {
   #turnActions(number) {
     return {
       retry: () => this.#actions.retry(this.id, number),
+      shorten: () => this.#actions.shorten(this.id, number),
       proceed: () => this.#actions.proceed(this.id),
       edit: (text) => this.#actions.edit(number, text),
     };

@@ -18,12 +18,16 @@ export class Composer {
     this.#fit();
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const text = this.#input.value.trim();
+      const { text } = this;
       if (text && this.#stop.hidden && on.ask(text)) this.#take("");
     });
     this.#input.addEventListener("input", () => this.#take(this.#input.value));
     this.#input.addEventListener("keydown", (event) => this.#key(event, on));
     this.#stop.addEventListener("click", on.stop);
+  }
+
+  get text() {
+    return this.#input.value.trim();
   }
 
   focus() {

@@ -6,10 +6,13 @@ const TITLE_CHARS = 60;
 
 const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(36).padStart(2, "0")).join("");
 
-/** `sampling` holds what is set, under the names of the API; `system` "" leaves it to the model's version. */
+/**
+ * `sampling` holds what is set, under the names of the API; `system` "" leaves it to the model's version. Turns before
+ * number `since` are not sent any more: they would not fit the context.
+ */
 export function newConversation(models, { system = "", sampling = {} } = {}) {
   const now = Date.now();
-  return { id: newId(), title: "", created_at: now, updated_at: now, system, sampling, columns: models.map(newColumn), turns: [] };
+  return { id: newId(), title: "", created_at: now, updated_at: now, system, sampling, since: 0, columns: models.map(newColumn), turns: [] };
 }
 
 export const newColumn = (model) => ({ id: newId(), model });
@@ -58,7 +61,8 @@ export function removeColumn(conversation, id) {
  */
 export function messagesFor(conversation, column, at) {
   const messages = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
-  for (const [number, { text, answers }] of conversation.turns.slice(0, at + 1).entries()) {
+  for (let number = Math.min(conversation.since, at); number <= at && number < conversation.turns.length; number += 1) {
+    const { text, answers } = conversation.turns[number];
     if (!answers[column.id]) continue;
     const last = messages.at(-1);
     if (last?.role === "user") last.content += `\n\n${text}`;
@@ -75,7 +79,8 @@ export function settled(answer) {
 }
 
 export const titleOf = (text) => {
-  const line = text.trim().replace(/\s+/g, " ");
+  const [first] = text.split("\n").map((line) => line.replace(/^[\s#>*`|-]+/, "").trim()).filter(Boolean);
+  const line = (first ?? text.trim()).replace(/\s+/g, " ");
   return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS - 1)}…` : line;
 };
 

@@ -15,23 +15,27 @@ const TEXTS = {
   service_unavailable: "The server cannot answer right now.",
   deadline_exceeded: "The request waited too long for its turn.",
   adapter_unavailable: "The files of this adapter cannot be loaded. Another version may work.",
-  context_length_exceeded: "The conversation does not fit the model's context any more. Begin a new one, or ask for a shorter answer.",
-  capacity_exceeded: "This needs more memory than the server has. Begin a new conversation, or ask for a shorter answer.",
-  request_too_large: "The conversation is too long to send. Begin a new one.",
+  context_length_exceeded: "The conversation does not fit the model's context any more.",
+  capacity_exceeded: "This needs more memory than the server has.",
+  request_too_large: "The conversation is too long to send.",
   request_timeout: "The answer took longer than the server allows.",
+  too_many_messages: "The conversation has more messages than a request may have.",
   too_many_responses: "Too many answers are running in this page.",
   signed_out: "You are not signed in any more. Reload the page to sign in; this conversation is kept.",
   permission_denied: "Your role does not allow this.",
   cut: "The connection was lost in the middle. What had arrived is kept.",
 };
 
+const TOO_LONG = new Set(["context_length_exceeded", "capacity_exceeded", "request_too_large", "too_many_messages"]);
+
 /**
  * An error of the API, with `at`, when it came, in ms since the epoch. Gives `text` for people; `detail`, the server's
  * own words where they say more; `retryAt`, where the server said when there is room again; `retry`, whether trying again
- * can help.
+ * can help; `shorten`, whether sending less of the conversation can.
  */
 export function explain(error) {
-  const { code, dimension, message } = error;
+  const { dimension, message } = error;
+  const code = error.code === "invalid_value" && error.param === "messages" ? "too_many_messages" : error.code;
   if (code === "rate_limit_exceeded" && error.retry_after_ms == null) {
     return { text: message, detail: "", retryAt: null, retry: false };
   }
@@ -42,6 +46,6 @@ export function explain(error) {
     return { text: `The ${DIMENSIONS[dimension] ?? "tokens"} that the plan allows are used up.`, detail: message, retryAt: null, retry: false };
   }
   const text = TEXTS[code];
-  return { text: text ?? message, detail: text ? (message ?? "") : "", retryAt: null, retry: true };
+  return { text: text ?? message, detail: text ? (message ?? "") : "", retryAt: null, retry: true, shorten: TOO_LONG.has(code) };
 }
 

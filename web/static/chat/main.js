@@ -6,12 +6,13 @@ import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { ConversationList } from "./conversations.js";
 import { asJson, asMarkdown, MAX_COLUMNS, newConversation, settled } from "./conversation.js";
-import { copyBy, download } from "./dom.js";
+import { download } from "./dom.js";
 import { Keeper } from "./keeper.js";
 import { Models } from "./models.js";
-import { CODE } from "./request.js";
+import { togglePanel, uncover } from "./panels.js";
 import { Settings } from "./sampling.js";
 import { Screen } from "./screen.js";
+import { showSnippet } from "./snippet.js";
 import { ChatSocket } from "./socket.js";
 import { Store } from "./store.js";
 import { flash } from "../api.js";
@@ -43,6 +44,7 @@ screen.actions = {
   pick,
   removeColumn,
   retry: (id, number) => chat.retry(id, number),
+  shorten: (id, number) => chat.shorten(id, number),
   proceed: (id) => chat.proceed(id),
   edit: (number, text) => chat.edit(number, text),
   block: (text) => screen.sayBlock(text),
@@ -71,7 +73,7 @@ async function signedOut() {
 
 function ask(text) {
   if (!settings.isValid) {
-    togglePanel("chat-settings", true);
+    togglePanel($("chat-settings"), true);
     settings.reportInvalid();
     return false;
   }
@@ -154,7 +156,7 @@ function modelsOfAddress() {
 
 function begin() {
   history.pushState(null, "", location.pathname + location.search);
-  closeNarrow("chat-list");
+  uncover();
   return open();
 }
 
@@ -192,51 +194,25 @@ function rename() {
 
 const fileName = (ending) => `${chat.conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").toLowerCase() || "conversation"}.${ending}`;
 
-// code
+// the rest
 
-function showCode(language) {
+/** What the first column would be asked next. */
+function nextRequest() {
   const [column] = chat.conversation.columns;
-  const { model, messages, sampling } = chat.requestOf(column, chat.conversation.turns.length);
-  const next = $("chat-input").value.trim() || "Hello";
-  $("chat-snippet").textContent = CODE[language](location.origin, model, [...messages, { role: "user", content: next }], sampling);
-  const buttons = Object.keys(CODE).map((name) => {
-    const button = Object.assign(document.createElement("button"), { type: "button", textContent: name, onclick: () => showCode(name) });
-    button.setAttribute("aria-pressed", String(name === language));
-    return button;
-  });
-  $("chat-languages").replaceChildren(...buttons);
-  if (!$("chat-code").open) $("chat-code").showModal();
+  const request = chat.requestOf(column, chat.conversation.turns.length);
+  return { ...request, messages: [...request.messages, { role: "user", content: composer.text || "Hello" }] };
 }
 
 const MENU = {
-  code: () => showCode("curl"),
+  code: () => showSnippet(nextRequest()),
   rename,
   markdown: () => download(fileName("md"), "text/markdown", asMarkdown(chat.conversation)),
   json: () => download(fileName("json"), "application/json", asJson(chat.conversation)),
   delete: () => forget(chat.conversation.id, chat.conversation.title),
 };
 
-// panels
-
-const PANELS = ["chat-settings", "chat-list"];
-const narrow = matchMedia("(max-width: 1100px)"); // where they lie over the columns
-
-function togglePanel(id, open = $(id).hidden) {
-  $(id).hidden = !open;
-  for (const button of document.querySelectorAll(`[data-toggle="${id}"][aria-expanded]`)) button.setAttribute("aria-expanded", String(open));
-  if (!narrow.matches) localStorage.setItem(`panel/${id}`, open ? "open" : "closed");
-  if (open && narrow.matches) $(id).querySelector("button").focus();
-}
-
-function closeNarrow(id) {
-  if (narrow.matches && !$(id).hidden) togglePanel(id, false);
-}
-
-document.addEventListener("click", (event) => {
-  const toggle = event.target.closest("[data-toggle]");
-  if (toggle) togglePanel(toggle.dataset.toggle);
-  else if (!event.target.closest(".chat-side, dialog")) PANELS.forEach(closeNarrow);
-  const item = event.target.closest("[data-menu]");
+document.addEventListener("click", ({ target }) => {
+  const item = target.closest("[data-menu]");
   if (!item) return;
   $("chat-menu").open = false;
   MENU[item.dataset.menu]();
@@ -244,22 +220,15 @@ document.addEventListener("click", (event) => {
 
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || screen.choosing || document.querySelector("dialog[open], details.menu[open]")) return;
-  const panel = narrow.matches && PANELS.find((id) => !$(id).hidden);
-  if (panel) togglePanel(panel, false);
-  else chat.stop();
+  if (!uncover()) chat.stop();
 });
 
 $("chat-new").addEventListener("click", begin);
 $("chat-compare").addEventListener("click", compare);
-$("chat-copy-code").addEventListener("click", ({ currentTarget }) => copyBy(currentTarget, $("chat-snippet").textContent));
-$("chat-conversations").addEventListener("click", (event) => event.target.closest("a") && closeNarrow("chat-list"));
+$("chat-conversations").addEventListener("click", ({ target }) => target.closest("a") && uncover());
 addEventListener("hashchange", open);
 addEventListener("popstate", () => location.hash || open());
 
-if (!narrow.matches) {
-  togglePanel("chat-list", localStorage.getItem("panel/chat-list") !== "closed");
-  togglePanel("chat-settings", localStorage.getItem("panel/chat-settings") === "open");
-}
 await open();
 const known = () => {
   screen.refreshModels();

@@ -147,7 +147,7 @@ function frameCode(pre) {
   const frame = document.getElementById("t-code").content.cloneNode(true).firstElementChild;
   frame.querySelector("[data-language]").textContent = language;
   pre.tabIndex = 0;
-  pre.setAttribute("role", "region");
+  pre.setAttribute("role", "group");
   pre.setAttribute("aria-label", language ? `Code, ${language}` : "Code");
   pre.replaceWith(frame);
   frame.append(pre);
@@ -155,7 +155,7 @@ function frameCode(pre) {
 
 function frameTable(table) {
   const frame = Object.assign(document.createElement("div"), { className: "scroll-x", tabIndex: 0 });
-  frame.setAttribute("role", "region");
+  frame.setAttribute("role", "group");
   frame.setAttribute("aria-label", "Table");
   table.replaceWith(frame);
   frame.append(table);

@@ -14,7 +14,7 @@ const indented = (json, by) => json.replaceAll("\n", `\n${by}`);
 const pretty = (value) => JSON.stringify(value, null, 2);
 const shown = (name, value) => (name === "seed" ? value : pretty(value));
 
-function curl(origin, model, messages, { seed, ...sampling }) {
+function curl(origin, { model, messages, sampling: { seed, ...sampling } }) {
   const json = pretty({ model, messages, ...sampling, stream: true });
   const body = seed === undefined ? json : `{\n  "seed": ${seed},${json.slice(1)}`;
   return `curl ${origin}/v1/chat/completions \\
@@ -23,7 +23,7 @@ function curl(origin, model, messages, { seed, ...sampling }) {
   -d '${body.replaceAll("'", "'\\''")}'`;
 }
 
-function python(origin, model, messages, sampling) {
+function python(origin, { model, messages, sampling }) {
   const fields = Object.entries(sampling);
   const known = fields.filter(([name]) => OPENAI.has(name)).map(([name, value]) => `    ${name}=${indented(shown(name, value), "    ")},\n`);
   const extra = fields.filter(([name]) => !OPENAI.has(name)).map(([name, value]) => `"${name}": ${value}`);
@@ -41,7 +41,7 @@ for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="")`;
 }
 
-function javascript(origin, model, messages, sampling) {
+function javascript(origin, { model, messages, sampling }) {
   const fields = Object.entries(sampling).map(([name, value]) => `  ${name}: ${indented(shown(name, value), "  ")},\n`);
   return `import OpenAI from "openai";
 

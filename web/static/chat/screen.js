@@ -63,6 +63,10 @@ export class Screen {
     $("chat-columns").toggleAttribute("data-running", count > 0);
   }
 
+  showSince() {
+    for (const view of this.#columns.values()) view.showSince();
+  }
+
   editLast() {
     this.#columns.values().next().value?.editLast();
   }
@@ -108,7 +112,7 @@ export class Screen {
 
   #showTabs() {
     const { columns } = this.chat.conversation;
-    $("chat-tabs").hidden = columns.length < 2;
+    $("chat-tabs").dataset.count = columns.length;
     $("chat-tabs").replaceChildren(...columns.map(({ id, model }, at) => this.#tab(id, model, at === 0)));
   }
 

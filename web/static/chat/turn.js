@@ -10,7 +10,7 @@ export class TurnView {
   #onBlock;
   answer = null;
 
-  /** `actions` has `retry()`, `proceed()` and `edit(text)`. */
+  /** `actions` has `retry()`, `shorten()`, `proceed()` and `edit(text)`. */
   constructor(turn, columnId, actions, onBlock) {
     this.#turn = turn;
     this.#columnId = columnId;
@@ -62,6 +62,7 @@ export class TurnView {
       "copy-code": () => copyBy(button, button.closest(".chat-code").querySelector("code").textContent),
       retry: () => this.#actions.retry(),
       "retry-error": () => this.#actions.retry(),
+      shorten: () => this.#actions.shorten(),
       continue: () => this.#actions.proceed(),
     };
     acts[button.dataset.act]?.();
