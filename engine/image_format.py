@@ -14,9 +14,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -161,9 +161,18 @@ def read_image(
 ) -> Image:
     """Read and verify an image. ``allocate(bytes)`` gives the memory for the stream (pinned, for instance).
 
-    ``each`` is ``map``, or an executor's: blocks of the stream are read and checked independently of each other.
-    Read, not mapped: a file that shrinks under a mapping kills the process. Raises :class:`ImageError` for
-    damage of any kind and for another adapter's or base's image, ``OSError`` when the file cannot be read.
+    ``each`` as in :meth:`ImageFile.read`. Raises as that and as :func:`open_image` does.
+    """
+    with open_image(path, digest=digest, fingerprint=fingerprint) as file:
+        return file.read(allocate(file.header.payload_bytes), each=each)
+
+
+@contextmanager
+def open_image(path: Path, *, digest: str, fingerprint: str) -> Iterator[ImageFile]:
+    """Open an image and verify its header.
+
+    Raises :class:`ImageError` for damage and for another adapter's or base's image, ``OSError`` when the file cannot
+    be read.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -172,11 +181,32 @@ def read_image(
             raise ImageError(f"image is of adapter {header.digest[:12]}, expected {digest[:12]}")
         if header.fingerprint != fingerprint:
             raise ImageError(f"image is for base {header.fingerprint}, expected {fingerprint}")
-        payload = allocate(header.payload_bytes)
-        read = partial(_read_block, file.fileno(), header.payload_offset, payload.data)
-        if combined(each(read, range(0, len(payload), BLOCK_BYTES))) != header.payload_checksum:
+        yield ImageFile(header, file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An open image whose header is sound. Read, not mapped: a file that shrinks under a mapping kills the process."""
+
+    header: ImageHeader
+    fd: int
+
+    def read(self, payload: Bytes, *, each: Each = map, landed: Callable[[int], None] = lambda _: None) -> Image:
+        """Read the stream into ``payload`` and verify it.
+
+        ``each`` is ``map``, or an executor's: blocks of the stream are read and checked independently of each other.
+        ``landed(start)`` is called when one is in place, on whatever thread read it; what it holds is verified at the
+        end. Raises :class:`ImageError` for damage of any kind, ``OSError`` when the file cannot be read.
+        """
+
+        def read(start: int) -> bytes:
+            digest = _read_block(self.fd, self.header.payload_offset, payload.data, start)
+            landed(start)
+            return digest
+
+        if combined(each(read, range(0, len(payload), BLOCK_BYTES))) != self.header.payload_checksum:
             raise ImageError("checksum of the weights differs: the image is damaged on disk")
-    return Image(header, payload)
+        return Image(self.header, payload)
 
 
 def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:

@@ -30,7 +30,8 @@ class Layout:
     """How an image lies in pages of one geometry, before it is known which.
 
     Page k of the adapter takes ``runs[k]`` from its start; the slice table lies ``table_offset`` elements into
-    page ``table_page``, which is the last, and one more than the runs need if it does not fit behind them.
+    page ``table_page``, which is the last, and one more than the runs need if it does not fit behind them. The table
+    begins with ``entries``, which do not depend on the pages.
     Slice i of the stream lies ``slice_offset[i]`` elements into page ``slice_page[i]``.
     """
 
@@ -39,6 +40,7 @@ class Layout:
     table_page: int
     table_offset: int
     table_words: int
+    entries: Words
     slice_page: Words
     slice_offset: Words
 
@@ -65,7 +67,8 @@ def layout(header: ImageHeader, geometry: PageGeometry) -> Layout:
     used = runs[-1].elems if runs else 0
     fits = bool(runs) and used * geometry.dtype_bytes + words * 8 <= geometry.page_bytes
     table_page, table_offset = (len(runs) - 1, used) if fits else (len(runs), 0)
-    return Layout(geometry, runs, table_page, table_offset, words, slice_page, slice_offset)
+    entries = _entries(header)
+    return Layout(geometry, runs, table_page, table_offset, words, entries, slice_page, slice_offset)
 
 
 def _page_firsts(bounds: Words, page_elems: int) -> list[int]:
@@ -77,17 +80,18 @@ def _page_firsts(bounds: Words, page_elems: int) -> list[int]:
     return firsts
 
 
-def slice_table(header: ImageHeader, placed: Layout, pages: tuple[int, ...]) -> Words:
+def slice_table(placed: Layout, pages: tuple[int, ...]) -> Words:
     """The int64 words that a kernel reads (kernels/sgmv), with addresses for these pages of the pool."""
     if len(pages) != placed.num_pages:
         raise ValueError(f"{len(pages)} pages for a layout of {placed.num_pages}")
-    table = np.empty(placed.table_words, dtype="<i8")
+    starts = np.asarray(pages, dtype=np.int64) * placed.geometry.page_elems
+    return np.concatenate((placed.entries, starts[placed.slice_page] + placed.slice_offset), dtype="<i8")
+
+
+def _entries(header: ImageHeader) -> Words:
     firsts = accumulate((record.rank for record in header.records), initial=0)
     entries = [_entry(record, first) for record, first in zip(header.records, firsts, strict=False)]
-    table[: TABLE_ENTRY_WORDS * len(entries)] = np.frombuffer(b"".join(entries), "<i8")
-    starts = np.asarray(pages, dtype=np.int64) * placed.geometry.page_elems
-    table[TABLE_ENTRY_WORDS * len(entries) :] = starts[placed.slice_page] + placed.slice_offset
-    return table
+    return np.frombuffer(b"".join(entries), "<i8")
 
 
 def _entry(record: Record, first_slice: int) -> bytes:

@@ -91,7 +91,8 @@ class FetchOrder:
 
 @dataclass(frozen=True, slots=True)
 class PlaceOrder:
-    """Residency asks the loader: copy a hosted image into these pool pages, with its slice table."""
+    """Residency asks the loader: copy an image into these pool pages, with its slice table; one that is still being
+    fetched as it comes. That fetch is answered first, and if it fails, so does the placement."""
 
     digest: str
     pages: tuple[Page, ...]
@@ -106,6 +107,15 @@ class Fetched:
     pages: int
     error: str = ""
     seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """The loader's first word on a fetch: how many pages a placement takes. It may be ordered from now on."""
+
+    digest: str
+    pages: int
+    error: str = field(default="", init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +136,4 @@ class DropOrder:
 
 
 LoadOrder = FetchOrder | PlaceOrder | DropOrder
-LoadResult = Fetched | Placed
+LoadResult = Sized | Fetched | Placed

@@ -21,7 +21,7 @@ from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import FinishReason, Pages, Stats, Step, Submit, Token
-from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
+from stencilpress.engine.plan import FAILED, LoadResult, Placed, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.replies import Replies
@@ -125,7 +125,7 @@ class Scheduler:
         """The loader's answer, with what it means for the requests that wait for that adapter."""
         self._residency.completed(result)
         warm = self._residency.ready(result.digest)
-        if not (warm or result.error or isinstance(result, Fetched)):
+        if isinstance(result, Placed) and not (warm or result.error):
             return
         now_s = self._clock()
         for request in self._waiting.line(result.digest):
