@@ -6,6 +6,7 @@ cannot be served, with one line on stderr.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from stencilpress.engine.worker import Worker
 
 BAD_SETTINGS = 2
+COLLECT_AFTER = 10_000
+"""Objects made until the garbage collector looks at the youngest. Steps make many, and nearly all end with them."""
 
 
 def main() -> int:
@@ -39,6 +42,9 @@ def main() -> int:
         print(f"engine: {error}", file=sys.stderr)  # noqa: T201 the supervisor shows this line to the operator
         return BAD_SETTINGS
     signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    gc.collect()
+    gc.freeze()  # torch's modules among others: looking through them again would stop all streams
+    gc.set_threshold(COLLECT_AFTER)
     worker.run()
     return 0
 

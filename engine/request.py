@@ -29,6 +29,9 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 
+_PENDING = (PENDING,)
+
+
 class IllegalMoveError(RuntimeError):
     """A state change that no request may make: a bug in the scheduler."""
 
@@ -170,12 +173,21 @@ class Request:
     def chunk(self, count: int) -> Chunk:
         """Take off with the next ``count`` tokens, and with a draw if they are all that remain."""
         start, history = self.computed + self.in_flight, self.history
-        tokens = tuple(history[start : start + count]) or (PENDING,)
+        tokens = tuple(history[start : start + count]) or _PENDING
         draw = None
         if count == self.remaining:
             draw = Draw(self.sampling, history, self.prompt_len, self.length - self.prompt_len)
         self.in_flight += count
         self.pending = int(draw is not None)
+        return Chunk(self.key, self.slot, start, tokens, self.pages, draw)
+
+    def decode(self) -> Chunk:
+        """:meth:`chunk` of the one token that is left of a request that is :attr:`drawing`."""
+        start, history = self.computed + self.in_flight, self.history
+        tokens = (history[start],) if start < len(history) else _PENDING
+        self.in_flight += 1
+        self.pending = 1
+        draw = Draw(self.sampling, history, self.prompt_len, start + 1 - self.prompt_len)
         return Chunk(self.key, self.slot, start, tokens, self.pages, draw)
 
     def landed(self, chunk: Chunk) -> None:

@@ -168,9 +168,7 @@ class Scheduler:
         decodes, prefills = self._seated()
         grown = [request for request in decodes if request.seated and self._grow(request)]
         batch = Batch(self._limits.max_num_batched_tokens)
-        for request in grown:
-            if request.seated:
-                batch.add(request, 1)
+        batch.add_decodes([request for request in grown if request.seated])
         return self._fill(batch, [request for request in prefills if request.seated])
 
     def plan_ahead(self) -> StepPlan | None:
@@ -188,8 +186,7 @@ class Scheduler:
         if self._turns.yielding(blocked=self._blocked is not None) or not all(map(self._seats.grow, decodes)):
             return None
         batch = Batch(self._limits.max_num_batched_tokens)
-        for request in decodes:
-            batch.add(request, 1)
+        batch.add_decodes(decodes)
         return self._fill(batch, prefills)
 
     def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> None:

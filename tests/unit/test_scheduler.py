@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from stencilpress.engine.messages import Sampling, Submit
 from stencilpress.engine.plan import FAILED, Sampled
