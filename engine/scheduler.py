@@ -28,7 +28,7 @@ from stencilpress.engine.replies import Replies
 from stencilpress.engine.reports import page_map
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.seats import Seats
+from stencilpress.engine.seats import NEXT, Seats
 from stencilpress.engine.turns import Turns, prefill_turn
 from stencilpress.engine.waiting import Waiting
 from stencilpress.engine.wants import Wants
@@ -334,10 +334,11 @@ class Scheduler:
         if len(self._waiting):
             self._wants.refresh()
         squeezed = self._turns.squeezed()
-        if squeezed is not None:
-            self._wants.renew(squeezed.adapter)
-        waits = [request.order for request in (self._blocked, squeezed) if request is not None]
-        self._residency.pump(newest=min(waits, default=None))
+        if squeezed is not None and squeezed.adapter is not None:
+            self._residency.want(squeezed.adapter, NEXT, squeezed.tenant)  # others wait for it: it goes before theirs
+            self._residency.pump(newest=NEXT)
+        else:
+            self._residency.pump(newest=self._blocked.order if self._blocked is not None else None)
         segments = batch.segments()
         if not segments:
             return None

@@ -227,6 +227,7 @@ class Engine:
         ahead: bool = False,
         quick: bool = False,
         max_adapter_pages: int = 1 << 30,
+        max_prefetched: int = 0,
     ) -> None:
         self.ahead = ahead
         self.check_every = 100 if quick else 1
@@ -235,7 +236,8 @@ class Engine:
         self.limits = limits
         self.pool = Pool(pages)
         self.room = Room(clock=lambda: self.now_s)
-        capacity = Capacity(max_cpu_loras, limits.max_loras, max_adapter_pages=max_adapter_pages)
+        prefetched = max_prefetched or limits.max_loras
+        capacity = Capacity(max_cpu_loras, prefetched, max_adapter_pages=max_adapter_pages)
         self.residency = Residency(self.pool, self.room, capacity)
         self.prefixes = PrefixCache(self.pool, self.room, limits.page_tokens)
         self.scheduler = Scheduler(limits, self.pool, self.residency, self.prefixes, clock=lambda: self.now_s)
@@ -379,6 +381,7 @@ def make_engine(
     needs: dict[str, int] | None = None,
     cpu_loras: int = 4,
     adapter_pages: int = 1 << 30,
+    prefetched: int = 0,
     quick: bool = False,
     **limits: Any,
 ) -> Engine:
@@ -389,6 +392,7 @@ def make_engine(
         needs=adapters,
         max_cpu_loras=cpu_loras,
         max_adapter_pages=adapter_pages,
+        max_prefetched=prefetched,
         quick=quick,
     )
 
