@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -33,6 +34,8 @@ PAYLOAD_ALIGN = 4096
 MAX_PROJECTIONS = 3
 """Projections of a group that a record and a slice table have room for."""
 MAX_RECORDS = 1 << 16
+KINDS_REMEMBERED = 256
+"""Adapters of one rank and one set of projections have the same records; what follows from those is worked out once."""
 
 _HEAD = struct.Struct("<8sII32s16sIIQQI")
 _RECORD = struct.Struct("<IIIfff")
@@ -227,13 +230,18 @@ def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
         _DTYPES[dtype],
         layers,
         groups,
-        tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(rest[: layers * groups * _RECORD.size])),
+        _decode_records(rest[: layers * groups * _RECORD.size]),
         checksum,
     )
     expected = header.payload_offset + header.payload_bytes
     if payload_bytes != header.payload_bytes or file_bytes != expected:
         raise ImageError(f"image has {file_bytes} bytes, expected {expected}")
     return header
+
+
+@lru_cache(KINDS_REMEMBERED)
+def _decode_records(data: bytes) -> tuple[Record, ...]:
+    return tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(data))
 
 
 def _decode_record(rank: int, mask: int, slice_elems: int, *scales: float) -> Record:

@@ -45,7 +45,7 @@ def first_token_steps(adapters: int, room: int, rate: float, seed: int) -> list[
     return waits
 
 
-@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8, 1.0])
 def test_sixteen_adapters_on_room_for_eight_take_at_most_twice_as_long_as_eight(rate: float) -> None:
     eight = statistics.median(first_token_steps(8, 8, rate, seed=1))
     sixteen = statistics.median(first_token_steps(16, 8, rate, seed=1))
