@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHES = (
-    "churn", "console", "cpu", "gateway", "kernels", "latency", "memory", "parity", "punica", "report", "slora",
+    "churn", "console", "cpu", "gateway", "kernels", "latency", "memory", "parity", "punica", "report", "slora", "soak",
     "start", "throughput",
 )  # fmt: skip
 

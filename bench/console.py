@@ -163,7 +163,7 @@ def _cases(operation: Operation) -> Iterator[Case]:
     """What is asked of one operation, if it only reads JSON."""
     if operation.method != "GET" or operation.produces != JSON:
         return
-    places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1"}
+    places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1", "engine": "1"}
     names = re.findall(r"\{(\w+)\}", operation.path)
     parameters = {one["name"]: one for one in query_parameters(operation.query)}
     if not set(names) <= set(places) or any(one["required"] for one in parameters.values()):

@@ -39,6 +39,11 @@ class Batch:
         self.requests[request.key] = request
         self.budget -= count
 
+    @property
+    def adapters(self) -> int:
+        """Distinct ones in the step."""
+        return len(self._chunks) - (None in self._chunks)
+
     def add_decodes(self, requests: list[Request]) -> None:
         """The same for the next token of each of these, which draw it."""
         for request in requests:

@@ -22,7 +22,7 @@ from stencilpress.engine.image_format import (
 )
 from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
-from stencilpress.engine.peft_format import Module, module_name, places, resolve
+from stencilpress.engine.peft_format import Module, module_name, places, resolve, split_tensor_name
 
 __all__ = [
     "AdapterError",
@@ -48,6 +48,7 @@ __all__ = [
     "remove_outdated",
     "resolve",
     "slice_table",
+    "split_tensor_name",
     "value_problem",
     "write_image",
 ]

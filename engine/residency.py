@@ -49,6 +49,8 @@ class Residency:
     def __init__(self, pool: Pool, room: Room, capacity: Capacity) -> None:
         self.loads = 0
         self.failures = 0
+        self.hits = 0
+        self.misses = 0
         self.activities = Activities()
         self.faults = Faults(room.clock)
         self.host = HostMemory(capacity.max_cpu_loras, capacity.max_cpu_lora_bytes, room.clock)
@@ -138,8 +140,10 @@ class Residency:
         activity.heat.add(self._clock())
         if adapter.fresh:
             activity.misses += 1
+            self.misses += 1
         else:
             activity.hits += 1
+            self.hits += 1
         with self._adapters.changing(adapter):
             adapter.fresh = False
             if adapter.tenant != tenant:

@@ -20,12 +20,12 @@ from stencilpress.engine.counters import Counters
 from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
-from stencilpress.engine.messages import FinishReason, Pages, Stats, Step, Submit, Token
+from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Token
 from stencilpress.engine.plan import FAILED, LoadResult, Placed, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.replies import Replies
-from stencilpress.engine.reports import page_map
+from stencilpress.engine.reports import PageMap
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import NEXT, Seats
@@ -236,9 +236,9 @@ class Scheduler:
         """Requests in an adapter's line."""
         return sum(1 for _ in self._waiting.line(adapter))
 
-    def page_map(self, ask: int) -> Pages:
-        """Who holds which page, as the answer to question ``ask``."""
-        return page_map(self._pool, lambda key: self._requests[key].tenant, ask)
+    def page_map(self) -> PageMap:
+        """Who holds which page now."""
+        return PageMap(self._pool, {request.key: request.tenant for request in self._seats.taken.values()})
 
     def check(self) -> None:
         """Raise :class:`PoolError` unless every page is free, common, or held by exactly one request or adapter."""
@@ -342,10 +342,10 @@ class Scheduler:
         segments = batch.segments()
         if not segments:
             return None
-        self._counters.steps += 1
+        number = self._counters.step(adapters=batch.adapters, requests=len(batch.requests))
         self._accounts.served(batch.price)
-        self._pool.begin(self._counters.steps)
-        plan = StepPlan(self._counters.steps, segments)
+        self._pool.begin(number)
+        plan = StepPlan(number, segments)
         self._flights.append(Flight(plan, batch.requests))
         return plan
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -39,12 +42,30 @@ _ENGINE_COUNTERS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The room on a disk, in bytes."""
+
+    free: int
+    total: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Disk | None:
+        """None if it cannot be told."""
+        try:
+            room = shutil.disk_usage(folder)
+        except OSError:
+            return None
+        return cls(room.free, room.total)
+
+
 def render(
     snapshots: Sequence[Snapshot],
     gateways: int,
     engines: Sequence[Stats | None],
     max_loras: int,
     now: Callable[[], float] = time.time,
+    disk: Disk | None = None,
 ) -> bytes:
     """The exposition. ``snapshots`` has the gateways that answered, of ``gateways``; None stands for a silent engine.
 
@@ -56,7 +77,7 @@ def render(
     for number in range(1, gateways + 1):
         up.add_metric([str(number)], float(number in answered))
     routers = _for_routers(snapshots, [stats for stats in engines if stats is not None], max_loras, now())
-    return generate_latest(_Fixed([up, *_gateways(snapshots), *_engines(engines), *routers]))
+    return generate_latest(_Fixed([up, *_gateways(snapshots), *_engines(engines), *_disk(disk), *routers]))
 
 
 class _Fixed(Collector):
@@ -96,6 +117,13 @@ def _engines(engines: Sequence[Stats | None]) -> Iterator[Metric]:
                 if stats is not None:
                     metric.add_metric([str(number)], getattr(stats, field))
             yield metric
+
+
+def _disk(disk: Disk | None) -> Iterator[Metric]:
+    if disk is None:
+        return
+    yield GaugeMetricFamily("stencilpress_disk_free_bytes", "Free bytes on the disk of the data folder", disk.free)
+    yield GaugeMetricFamily("stencilpress_disk_total_bytes", "Bytes of the disk of the data folder", disk.total)
 
 
 def _for_routers(

@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stencilpress.gateway.live_counts import LiveCounts
 from stencilpress.gateway.usage.histogram import add, value_of
+from stencilpress.gateway.usage.refusals import RefusalCounts
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -91,8 +93,17 @@ class Metrics:
             ["policy"],
             registry=self.registry,
         )
+        self.refusals = RefusalCounts()
+        self.live = LiveCounts(gateway)
         self.tenants = TenantCounts(tenants_shown)
         self.adapters = AdapterActivity()
+
+    def refused(self, tenant_id: int, dimension: str, *, watched: bool) -> None:
+        """A request was over a limit of its tenant; ``watched``: it went on."""
+        (self.quota_shadow_refusals if watched else self.quota_refusals).labels(dimension).inc()
+        self.refusals.add(tenant_id, dimension, watched=watched)
+        if not watched:
+            self.live.refused(tenant_id, dimension)
 
     def snapshot(self) -> Snapshot:
         """The numbers of this moment."""

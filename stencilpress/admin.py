@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
@@ -25,6 +25,7 @@ from stencilpress.version_commands import move, tenant_option, with_tenant
 if TYPE_CHECKING:
     from stencilpress.bases import Base
     from stencilpress.gateway.api.admin.adapter_views import AdapterView
+    from stencilpress.gateway.catalog.adapter_lists import Listed
     from stencilpress.gateway.catalog.records import Adapter, AddedVersion, Keeping, SmokeSuite, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
@@ -113,6 +114,34 @@ def adapter_list(place: Place, tenant_name: str, as_json: bool) -> None:
         return await list_adapters(db, (await get_tenant(db, tenant_name)).id)
 
     show([_version_fields(one, version) for one in with_catalog(place, work) for version in one.versions], as_json)
+
+
+@adapter.command("all")
+@place_options
+@click.option("--tenant", "tenant", default="", help="Only tenants whose names begin so.")
+@click.option("--name", default="", help="Only adapters whose names begin so.")
+@click.option("--sort", type=click.Choice(("tenant", "name", "newest")), default="tenant", show_default=True)
+@click.option("--deleted", is_flag=True, help="Deleted ones too.")
+@click.option("--limit", type=click.IntRange(1, 100_000), default=50, show_default=True, help="Rows.")
+@json_option
+def adapter_all(
+    place: Place,
+    tenant: str,
+    name: str,
+    sort: Literal["tenant", "name", "newest"],
+    deleted: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List the adapters of all tenants in short."""
+    from stencilpress.gateway.api.admin.all_adapters import ListedAdapterView
+    from stencilpress.gateway.catalog.adapter_lists import list_all_adapters
+
+    async def work(db: Database) -> tuple[Listed, ...]:
+        return await list_all_adapters(db, tenant=tenant, name=name, sort=sort, deleted=deleted, limit=limit)
+
+    columns = ("tenant", "name", "versions", "newest", "ranks", "target_modules", "size_bytes", "aliases")
+    show([ListedAdapterView.of(one) for one in with_catalog(place, work)], as_json, columns)
 
 
 @adapter.command("show")

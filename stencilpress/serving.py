@@ -112,8 +112,9 @@ def serve(
             remove_outdated(place.data.kernels.absolute())
             base = _bring_in(place, model, base_id)
             chosen.environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
-            visitor = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
-            server.run(lambda url: click.echo(banner(url, base, visitor)))
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
+            place_of = chosen.gateway.console_url.rstrip("/")
+            server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
 
 @click.command()
@@ -200,8 +201,9 @@ def gateway(
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
-            visitor = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=False))
-            server.run(lambda url: click.echo(banner(url, base, visitor)))
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=False))
+            place_of = chosen.gateway.console_url.rstrip("/")
+            server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +281,15 @@ def _pulled(place: Place, model: str) -> Base:
     return base
 
 
-async def _prepare(place: Place, base: Base, settings: EngineSettings, *, demo: bool, migrate: bool) -> Demo | None:
-    """Bring the catalog's schema and the adapters' images up to date, and enrol the demo."""
-    from stencilpress.demo import enrol_demo
+async def _prepare(
+    place: Place, base: Base, settings: EngineSettings, *, demo: bool, migrate: bool
+) -> tuple[Demo | None, str]:
+    """Bring the catalog's schema and the adapters' images up to date, and enrol the demo.
+
+    Also the path at which people begin with the console.
+    """
+    from stencilpress.demo import TENANT, enrol_demo
+    from stencilpress.gateway.accounts.links import first_path
     from stencilpress.gateway.blobs import BlobStore
     from stencilpress.gateway.catalog.schema import check_schema
     from stencilpress.gateway.catalog.schema import migrate as run_migrations
@@ -297,7 +305,8 @@ async def _prepare(place: Place, base: Base, settings: EngineSettings, *, demo: 
         async for digest, error in enrolment.rebuild_images():
             outcome = f"cannot be served: {'; '.join(error.findings)}" if error else "converted for this base's dtype"
             _progress(f"adapter {digest[:12]} {outcome}")
-        return await enrol_demo(db, blobs, enrolment, base, place.data.demo_key, _progress) if demo else None
+        visitor = await enrol_demo(db, blobs, enrolment, base, place.data.demo_key, _progress) if demo else None
+        return visitor, await first_path(db, None if visitor is None else TENANT)
 
 
 def _progress(text: str) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from stencilpress.engine.client import EngineBusyError, EngineUnavailableError
+from stencilpress.engine.client import EngineBusyError, EngineUnavailableError, Stream
 from stencilpress.engine.messages import Submit, Welcome, pack_tokens
 from stencilpress.gateway.accounting import Charge
 from stencilpress.gateway.answer import Answer, Delta, FinishReason, ShownToken, TextRules
@@ -35,8 +35,7 @@ from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """A request that is ready for the engine. Choice ``i`` is submit ``i``; a prompt's choices are neighbours."""
 
     model: str
@@ -272,7 +271,18 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
         raise _no_engine() from None
     except ValueError:
         raise InvalidRequestError("The prompt is too long for this server.", code="capacity_exceeded") from None
-    return Answer(stream, index, rules)
+    return Answer(stream, index, rules, partial(_resubmit, services, submit))
+
+
+async def _resubmit(services: Services, submit: Submit) -> Stream | None:
+    """Submit a request again whose engine is gone before it had any token; None where nobody can take it."""
+    limit_s = services.settings.resubmit_limit_s
+    if not limit_s or services.drain.draining:
+        return None
+    try:
+        return await services.engine.resubmit(submit, limit_s)
+    except EngineBusyError:
+        return None
 
 
 def engine_welcome(services: Services) -> Welcome:

@@ -182,10 +182,16 @@ def with_sampling(request: R, defaults: VersionDefaults) -> R:
 
 def with_system_prompt(request: ChatRequest, defaults: VersionDefaults) -> ChatRequest:
     """The request with its version's system prompt, unless it has one of its own."""
+    messages = with_system_message(request.messages, defaults)
+    return request if messages is request.messages else msgspec.structs.replace(request, messages=messages)
+
+
+def with_system_message(messages: list[ChatMessage], defaults: VersionDefaults) -> list[ChatMessage]:
+    """A chat with its version's system prompt, unless it has one of its own."""
     text = defaults.system_prompt
-    if text is None or any(CHAT_ROLES.get(message.role) == "system" for message in request.messages):
-        return request
-    return msgspec.structs.replace(request, messages=[ChatMessage("system", text), *request.messages])
+    if text is None or any(CHAT_ROLES.get(message.role) == "system" for message in messages):
+        return messages
+    return [ChatMessage("system", text), *messages]
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -83,6 +83,15 @@ async def list_audit(
     async with db.read() as session:
         rows = await session.execute(query.order_by(AuditRow.id.desc()).limit(limit))
         return tuple(_to_entry(row, tenant) for row, tenant in rows)
+
+
+async def actors_of(db: Database, tenant_id: int, action: str, targets: Sequence[str]) -> dict[str, str]:
+    """Who first made a change to each of some things of a tenant, such as who added a version."""
+    query = select(AuditRow.target, AuditRow.actor).where(
+        AuditRow.tenant_id == tenant_id, AuditRow.action == action, AuditRow.target.in_(targets)
+    )
+    async with db.read() as session:
+        return {row.target: row.actor for row in await session.execute(query.order_by(AuditRow.id.desc()))}
 
 
 def _plain(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

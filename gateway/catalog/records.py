@@ -142,11 +142,26 @@ class AddedVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryGuard:
+    """When a canary is taken back by itself; None sets no limit. See gateway/lifecycle/canary.py."""
+
+    max_error_share: float | None = None
+    """Share of its requests that may fail."""
+    max_ttft_ratio: float | None = None
+    """Its p95 of the first token by that of the version beside it."""
+    min_requests: int = 50
+    """Fewer decide nothing."""
+    window_s: int = 600
+    """Only requests of the last seconds count, and only since the alias was moved."""
+
+
+@dataclass(frozen=True, slots=True)
 class Canary:
     """The version that ``percent`` of an alias's users get in place of its own."""
 
     version: int
     percent: int
+    guard: CanaryGuard | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,41 @@ async def test_a_killed_gateway_takes_its_own_streams_and_no_others(tmp_path: Pa
             stream.close()
 
 
+async def test_a_gateway_that_is_stopped_alone_leaves_new_connections_to_the_others(tmp_path: Path) -> None:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        two_gateways(tmp_path, "--step-delay-ms 20 --max-model-len 100000", drain_s="30") as server,
+        aiohttp.ClientSession(connector=connector) as http,
+    ):
+        body = {"model": "base", "prompt": "abc", "max_tokens": 50_000, "stream": True}
+        headers = {"Authorization": f"Bearer {server.key}"}
+        streams = []
+        opened: dict[str, float] = {}
+        while not all(opened.get(number) for number in ("1", "2")):  # both have one
+            streams.append(await http.post(f"{server.url}/v1/completions", json=body, headers=headers))
+            await streams[-1].content.readline()
+            opened = await series(http, server, "stencilpress_answers_open")
+        async with http.get(f"{server.url}/readyz") as ready:
+            assert "STENCILPRESS_QUOTA_STORE" in (await ready.json())["warnings"][0]
+        victim = server.gateways()["1"]
+        victim.terminate()
+        async with asyncio.timeout(10):
+            while any([await refused(http, server) for _ in range(10)]):  # noqa: ASYNC110 - the signal takes a moment
+                await asyncio.sleep(0.05)
+        assert not any([await refused(http, server) for _ in range(50)])
+        assert victim.is_running()  # its stream goes on
+        assert [await survives(stream) for stream in streams] == [True] * len(streams)
+        for stream in streams:
+            stream.close()
+        await asyncio.to_thread(psutil.wait_procs, [victim], 10)
+        assert not victim.is_running()
+
+
+async def refused(http: aiohttp.ClientSession, server: Server) -> bool:
+    async with http.get(f"{server.url}/readyz") as answer:
+        return answer.status != 200
+
+
 async def survives(stream: aiohttp.ClientResponse) -> bool:
     """Whether a hundred more lines come."""
     try:

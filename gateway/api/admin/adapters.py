@@ -17,12 +17,17 @@ from stencilpress.gateway.catalog.kept import set_kept
 from stencilpress.gateway.catalog.records import Keeping, find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InternalError
+from stencilpress.gateway.lifecycle.contents import Contents
 from stencilpress.gateway.lifecycle.diff import Diff
 from stencilpress.gateway.worker_process import WorkerError
 
 
 class AdapterQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deleted: Annotated[bool, Meta(description="Deleted adapters and versions too.")] = False
+
+
+class DeletedQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    deleted: Annotated[bool, Meta(description="Also if it was deleted, and its deleted versions.")] = False
 
 
 class DiffQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,9 +48,10 @@ async def list_adapters(call: Call, query: AdapterQuery) -> Page[AdapterView]:
 
 
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}", Permission.READ)
-async def get_adapter(call: Call) -> AdapterView:
+async def get_adapter(call: Call, query: DeletedQuery) -> AdapterView:
     """One adapter with its versions and aliases."""
-    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter")))
+    name = call.path("adapter")
+    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, name, deleted=query.deleted))
 
 
 @operation("DELETE", "/tenants/{tenant}/adapters/{adapter}", Permission.WRITE)
@@ -107,6 +113,13 @@ async def restore_version(call: Call) -> VersionView:
     db, name = call.services.db, call.path("adapter")
     await lifecycle.restore_version(db, call.tenant.id, name, number_of(call), actor=call.actor)
     return await get_version.handler(call)  # type: ignore[no-any-return]
+
+
+@operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/contents", Permission.READ)
+async def get_version_contents(call: Call) -> Contents:
+    """The config of a version, and the projections that it adapts with their ranks."""
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter"))
+    return await desk_of(call).contents(find_version_of(adapter, number_of(call)), call.tenant.id)
 
 
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/diff", Permission.READ)
@@ -187,6 +200,7 @@ OPERATIONS = (
     set_version_defaults,
     delete_version,
     restore_version,
+    get_version_contents,
     diff_versions,
     list_shares,
     share_adapter,
