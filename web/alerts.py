@@ -223,7 +223,7 @@ def _shown_rule(rule: RuleView) -> dict[str, Any]:
         changed["threshold"] = f"{changed['threshold'] * scale:.6g}"
     if "enabled" in changed:
         changed["enabled"] = "true" if changed["enabled"] else "false"
-    line = quantity(rule.threshold, rule.unit)
+    line = quantity(rule.threshold, rule.unit).replace(" ", "\u00a0")
     return {
         "line": f"{'below' if rule.falls else 'above'} {line}" if line else "",
         "for": "at once" if not rule.for_s else f"{rule.for_s / 60:.3g} min" if rule.for_s >= 60 else f"{rule.for_s} s",
