@@ -209,6 +209,26 @@ async def test_stopping_keeps_what_has_come(desk: Desk) -> None:
     assert await desk.page.get_by_role("button", name="Send", exact=True).is_visible()
 
 
+async def test_the_page_follows_an_answer_only_while_the_reader_is_at_its_end(desk: Desk) -> None:
+    page, scroller = desk.page, desk.page.locator("[data-scroll]")
+    beyond_end = "(e) => e.scrollHeight - e.clientHeight - e.scrollTop"
+    await desk.ask("line\n\n" * 3 + "end ", max_tokens="3500")
+    await page.locator(".prose p").nth(40).wait_for()
+    assert await scroller.evaluate(beyond_end) < 5
+    await scroller.hover()
+    await page.mouse.wheel(0, -400)
+    await page.get_by_role("button", name="To the end").wait_for()
+    top = await scroller.evaluate("(e) => e.scrollTop")
+    seen = await page.locator(".prose p").count()
+    await page.locator(".prose p").nth(seen + 20).wait_for(state="attached")
+    assert await scroller.evaluate("(e) => e.scrollTop") == top
+    await page.get_by_role("button", name="To the end").click()
+    await page.locator(".prose p").nth(seen + 30).wait_for()
+    assert await scroller.evaluate(beyond_end) < 5
+    await page.get_by_role("button", name="Stop").click()
+    await desk.answers("stopped").wait_for()
+
+
 async def test_a_reload_keeps_the_conversation_and_another_can_follow(desk: Desk) -> None:
     await desk.ask("one", max_tokens="6")
     await desk.answers("done").wait_for()
