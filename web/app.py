@@ -21,6 +21,7 @@ from stencilpress.web import (
     dashboard,
     home,
     keys,
+    live,
     members,
     memory,
     oidc,
@@ -50,6 +51,7 @@ PAGES = (
     adapters,
     usage,
     dashboard,
+    live,
     memory,
 )
 """Modules with ``ROUTES``."""

@@ -10,14 +10,16 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import Permission, Role
-from stencilpress.gateway.api.admin import series
+from stencilpress.gateway.api.admin import engines, series
 from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.formats import milliseconds, number, percent
+from stencilpress.web.live import ALL as LIVE_ALL
+from stencilpress.web.live import TENANT as LIVE_TENANT
 from stencilpress.web.page import page, redirect, render, tenant_of
-from stencilpress.web.panels import changes, charts_of
+from stencilpress.web.panels import ENGINE_CHARTS, Chart, changes, charts_of, engine_charts_of
 from stencilpress.web.span import RANGES, Shown, shown_span
 from stencilpress.web.visitor import visitor_of
 
@@ -103,7 +105,7 @@ async def show_tenant(request: web.Request) -> web.StreamResponse:
 
 async def _answer(request: web.Request, question: Question, view: SeriesView, tenant: str | None) -> web.Response:
     """The page, or for its script what changes on it."""
-    charts = charts_of(view)
+    charts = charts_of(view) | (await _engine_charts(request, question) if tenant is None else {})
     if request.query.get("format") == "json":
         return web.Response(
             body=msgspec.json.encode({"charts": charts, "facts": _facts(view.total)}), content_type="application/json"
@@ -131,9 +133,15 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
         by=question.by,
         orders=ORDERS.items(),
         refresh_s=SERIES_FRESH_S,
-        live_url="",
-        engine_charts=[],
+        live_url=LIVE_TENANT.replace("{tenant}", quote(tenant)) if tenant else LIVE_ALL,
+        engine_charts=ENGINE_CHARTS if tenant is None else (),
     )
+
+
+async def _engine_charts(request: web.Request, question: Question) -> dict[str, Chart]:
+    span = question.span
+    query = {"start": span.start, "end": span.end, "points": POINTS}
+    return engine_charts_of(await ask(request, engines.get_engine_series, engine="all", query=query))
 
 
 async def _top(request: web.Request, question: Question, tenant: str | None) -> list[TopRow]:

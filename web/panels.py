@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stencilpress.gateway.api.admin.engine_views import EngineSeriesView
 from stencilpress.gateway.api.admin.series_views import PercentileLines, SeriesView, UsageTotals
 
 Chart = dict[str, Any]
@@ -17,6 +18,17 @@ DIMENSIONS = {
     "tokens_per_day": "tokens a day",
     "tokens_per_month": "tokens a month",
 }
+
+
+ENGINE_CHARTS = (
+    ("adapters-per-step", "Distinct adapters in a batch"),
+    ("requests-per-step", "Requests in a batch"),
+    ("occupancy", "Batches over time"),
+    ("pool", "Pages of the pool"),
+    ("tiers", "Adapters at hand"),
+    ("loads", "Adapters loaded and evicted"),
+)
+"""Ids and titles of what only operators see."""
 
 
 def charts_of(view: SeriesView) -> dict[str, Chart]:
@@ -65,8 +77,42 @@ def charts_of(view: SeriesView) -> dict[str, Chart]:
     }
 
 
+def engine_charts_of(view: EngineSeriesView) -> dict[str, Chart]:
+    """The charts of :data:`ENGINE_CHARTS`."""
+    lines, chart = view.lines, _Charts(view)
+    return {
+        "adapters-per-step": distribution({int(value): count for value, count in view.adapters_per_step.items()}),
+        "requests-per-step": distribution({int(value): count for value, count in view.requests_per_step.items()}),
+        "occupancy": chart(
+            [
+                line("requests in a step", lines.requests_per_step, 1),
+                line("adapters in a step", lines.adapters_per_step, 2),
+                line("waiting", lines.waiting, 3),
+            ]
+        ),
+        "pool": chart(
+            [
+                line("adapters", lines.pages_adapter, 1),
+                line("keys and values", lines.pages_kv, 2),
+                line("kept prompts", lines.pages_cached, 6),
+                line("free", lines.pages_free, 8),
+            ],
+            "pages",
+        ),
+        "tiers": chart([line("in HBM", lines.adapters_hbm, 1), line("in host memory", lines.adapters_host, 6)]),
+        "loads": chart(
+            [
+                line("loaded", lines.adapter_loads, 1),
+                line("evicted", lines.adapter_evictions, 3),
+                line("failed", lines.adapter_failures, 4),
+            ],
+            kind="steps",
+        ),
+    }
+
+
 class _Charts:
-    def __init__(self, view: SeriesView) -> None:
+    def __init__(self, view: SeriesView | EngineSeriesView) -> None:
         self._x = [int(at.timestamp()) for at in view.times]
 
     def __call__(self, series: list[dict[str, Any]], unit: str = "", kind: str = "line") -> Chart:

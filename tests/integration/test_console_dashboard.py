@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -149,3 +150,34 @@ async def test_the_map_names_an_engine(gateway: Gateway) -> None:
     await browser.get("/console/memory?engine=7", status=404)
     pages = await browser.api("GET", "/engines/1/pages")
     assert sum(pages["runs"][1::2]) == pages["total"]
+
+
+async def follow(browser: Browser, path: str, pictures: int) -> list[dict[str, Any]]:
+    """What an event stream tells first."""
+    found: list[dict[str, Any]] = []
+    async with asyncio.timeout(20), browser.http.get(browser.gateway.url + path) as answer:
+        assert answer.status == 200
+        assert answer.content_type == "text/event-stream"
+        while len(found) < pictures and (line := await answer.content.readline()):
+            if line.startswith(b"data: {"):
+                found.append(json.loads(line[6:]))
+    return found
+
+
+async def test_what_happens_now_is_told_to_those_it_concerns(gateway: Gateway) -> None:
+    operator, viewer = await signed_in(gateway, Role.OPERATOR), await signed_in(gateway, Role.VIEWER)
+    [picture] = await follow(operator, "/console/live", 1)
+    assert [one["engine"] for one in picture["engines"]] == [1]
+    [own] = await follow(viewer, "/console/t/demo/live", 1)
+    assert (own["total"]["tenant"], own["engines"], own["tenants"]) == ("demo", [], [])
+    await viewer.get("/console/live", status=403)
+    await viewer.get("/console/t/other/live", status=404)
+
+
+async def test_the_stream_ends_with_the_session(gateway: Gateway) -> None:
+    browser = await signed_in(gateway, Role.VIEWER)
+    async with asyncio.timeout(20), browser.http.get(f"{gateway.url}/console/t/demo/live") as answer:
+        assert (await answer.content.readline()) == b"event: now\n"
+        await browser.submit("/console/sign-out")
+        told = await answer.content.read()
+    assert told.endswith(b"event: signed-out\ndata: \n\n")

@@ -29,6 +29,16 @@ document.addEventListener("click", (event) => {
   for (const menu of document.querySelectorAll("details.menu[open]")) if (!menu.contains(event.target)) menu.open = false;
 });
 
+// A menu's items are fixed to the window, so that the table around them cannot cut them off.
+function place(menu) {
+  const items = menu.querySelector(".menu-items"), button = menu.querySelector("summary").getBoundingClientRect();
+  const below = button.bottom + items.offsetHeight + 8 < innerHeight;
+  items.style.top = `${below ? button.bottom : Math.max(8, button.top - items.offsetHeight - 8)}px`;
+  items.style.left = `${Math.max(8, button.right - items.offsetWidth)}px`;
+}
+document.addEventListener("toggle", (event) => event.target.matches("details.menu[open]") && place(event.target), true);
+document.addEventListener("scroll", () => document.querySelectorAll("details.menu[open]").forEach((menu) => (menu.open = false)), true);
+
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   const menu = document.activeElement?.closest("details.menu[open]");

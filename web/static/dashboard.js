@@ -25,13 +25,20 @@ function tell(kind, words) {
   state.replaceChildren(Object.assign(document.createElement("span"), { className: `dot dot-${kind}` }), ` ${words}`);
 }
 
-function show(now) {
-  tell("ok", "live");
-  text("live-completion", format(now.completion_tokens_per_s));
-  text("live-prompt", format(now.prompt_tokens_per_s));
-  text("live-open", format(now.open_requests));
-  text("live-refused", format(now.refused_per_minute));
-  for (const [id, value] of Object.entries(now.engines ?? {})) text(`live-${id}`, format(value));
+const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
+
+function show({ total, engines, gateways, gateways_up: up }) {
+  tell(up < gateways ? "warn" : "ok", up < gateways ? `live, ${gateways - up} of ${gateways} gateways silent` : "live");
+  text("live-completion", format(total.completion_tokens_per_s));
+  text("live-prompt", format(total.prompt_tokens_per_s));
+  text("live-open", format(total.open));
+  text("live-refused", format(60 * Object.values(total.refusals_per_s).reduce((a, b) => a + b, 0)));
+  if (!engines.length) return;
+  text("live-running", format(sum(engines, "running")));
+  text("live-waiting", format(sum(engines, "waiting")));
+  text("live-hbm", format(sum(engines, "adapters_hbm")));
+  const pages = sum(engines, "pages_total");
+  text("live-pool", pages ? format(100 * (1 - sum(engines, "pages_free") / pages)) : "–");
 }
 
 if (board.dataset.live) {
@@ -40,6 +47,7 @@ if (board.dataset.live) {
     if (document.visibilityState !== "visible" || source) return;
     source = new EventSource(board.dataset.live);
     source.addEventListener("now", (event) => show(JSON.parse(event.data)));
+    source.addEventListener("signed-out", () => location.reload());
     source.addEventListener("error", () => tell("warn", "connecting again"));
   };
   // A page that nobody sees costs the server nothing.
