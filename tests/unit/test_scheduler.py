@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from stencilpress.engine.messages import Sampling, Submit
 from stencilpress.engine.plan import FAILED, Sampled
