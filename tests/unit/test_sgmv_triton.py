@@ -82,7 +82,7 @@ def test_rows_beside_the_product_that_they_add_to() -> None:
     resolve(work, builder.pool)
     sgmv(y, x, builder.pool, work, QKV, GroupShape(96, (72, 40, 40)), x_done=True)
     _close(y, want)
-    assert not work.arrived_B4.any()
+    assert not work.arrived_WN.any()
     assert not work.ready_N.any()
 
 
