@@ -78,8 +78,8 @@ class WorkPlan(NamedTuple):
 def plan_work(segments: Sequence[AdapterRows], tile: Tile) -> WorkPlan:
     """Cut the rows that have an adapter into blocks and items. Segments must not overlap."""
     facts = np.asarray(segments, dtype=np.int64).reshape(-1, 4)
-    if tile.rows == 1:
-        facts = facts[np.argsort(facts[:, 3], kind="stable")]  # the rows kernel goes from last to first: longest first
+    # longest first, as the last to end is what all wait for; the rows kernel goes from last to first
+    facts = facts[np.argsort(facts[:, 3] if tile.rows == 1 else -facts[:, 3], kind="stable")]
     row_start, rows, table, rank = facts.T
     cuts = -(-rows // tile.rows)
     segment = np.repeat(np.arange(len(facts)), cuts)

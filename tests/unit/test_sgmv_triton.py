@@ -162,6 +162,12 @@ def test_plan_covers_each_row_and_rank_once() -> None:
         assert {int(plan.items_W4[i, 0]) for i in of_block} == {row}
 
 
+def test_plan_takes_the_longest_first() -> None:
+    segments = [AdapterRows(0, 20, 0, 8), AdapterRows(20, 20, 0, 64), AdapterRows(40, 20, 0, 8)]
+    assert plan_work(segments, Tile(16, 64)).blocks_B4[:, 0].tolist() == [20, 36, 0, 16, 40, 56]
+    assert plan_work(segments, Tile(1, 16)).blocks_B4[-20:, 0].tolist() == list(range(20, 40))
+
+
 def test_tile_follows_rows_and_ranks() -> None:
     assert choose_tile([AdapterRows(0, 1, 0, 16)]) == (1, 16)
     assert choose_tile([AdapterRows(0, 9, 0, 16), AdapterRows(9, 7, 0, 16)]).rows == 16
