@@ -30,6 +30,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from bench.gateway_load import Seen, Target, closed_loop, connect, drain
+from bench.gateway_memory import growth_mib_h, watch_memory
 from bench.results import Result, median_result, record
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
@@ -151,6 +152,7 @@ def check(seen: Sequence[Seen], tokens: int, text: str = "") -> int:
 async def direct(bench: Bench, streams: int, rounds: int) -> list[float]:
     """First-token times in seconds of the same load through the engine client alone."""
     prompt, times = pack_tokens(bench.prompt), []
+    await asyncio.sleep(1)  # those beside are there by then
     async with EngineClient(bench.engine_socket) as client:
         await client.wait_ready()
 
@@ -170,6 +172,14 @@ async def direct(bench: Bench, streams: int, rounds: int) -> list[float]:
 
 
 @contextlib.contextmanager
+def beside_direct(bench: Bench, streams: int, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The same as :func:`beside` without a gateway."""
+    command = [sys.executable, "-m", "bench.gateway_direct", str(bench.engine_socket), str(streams), str(tokens)]
+    with subprocess.Popen([*command, str(len(bench.prompt))], stdout=subprocess.PIPE) as process:
+        yield process
+
+
+@contextlib.contextmanager
 def beside(target: Target, streams: int, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
     """Streams in a process of their own that hardly costs anything; what it prints says what came of them."""
     command = [sys.executable, "-m", "bench.gateway_load", target.host, str(target.port), target.key, target.model]
@@ -180,7 +190,8 @@ def beside(target: Target, streams: int, tokens: int) -> Iterator[subprocess.Pop
 def told(process: subprocess.Popen[bytes]) -> int:
     """The tokens of those streams, at their end."""
     assert process.stdout is not None
-    return int(json.loads(process.stdout.read())[1])
+    came = json.loads(process.stdout.read())
+    return int(came[1] if isinstance(came, list) else came)
 
 
 async def watch(target: Target, streams: int, tokens: int, rounds: int) -> list[Seen]:
@@ -213,12 +224,15 @@ def row(
 def streams_case(bench: Bench, repeats: int) -> list[Result]:
     """200 streams at 50 tokens a second, of which 50 come and go: added time to the first token."""
     watched, rounds = 50, 4
+    others, tokens = 200 - watched, 400
     p50, p99, gaps = [], [], []
     for number in range(repeats + 1):
-        base = uvloop.run(direct(bench, watched, rounds))
-        with beside(bench.target(), 200 - watched, 400) as others:
+        with beside_direct(bench, others, tokens) as process:
+            base = uvloop.run(direct(bench, watched, rounds))
+            assert told(process) == others * tokens
+        with beside(bench.target(), others, tokens) as process:
             seen = uvloop.run(watch(bench.target(), watched, TOKENS, rounds))
-            assert told(others) == (200 - watched) * 400
+            assert told(process) == others * tokens
         assert check(seen, TOKENS, bench.text) == 0
         if not number:
             continue
@@ -231,6 +245,21 @@ def streams_case(bench: Bench, repeats: int) -> list[Result]:
         row("200-streams", "added_ttft_p50_ms", "ms", p50, settings={**settings, "goal": 1}),
         row("200-streams", "added_ttft_p99_ms", "ms", p99, settings={**settings, "goal": 5}),
         row("200-streams", "late_gap_p99_ms", "ms", gaps, settings=settings),
+    ]
+
+
+def memory_case(bench: Bench, minutes: float) -> list[Result]:
+    """100 streams that come and go for minutes, a fifth of them left in the middle: what the gateway holds."""
+    request = bench.target().request(PROMPT, TOKENS, stream=True)
+    watched = watch_memory(bench.target(), request, bench.gateway.pid, 60 * minutes)
+    times, sizes, asked = uvloop.run(watched)
+    third = max(len(sizes) // 3, 1)
+    parts = {"start": sizes[:third], "middle": sizes[third:-third], "end": sizes[-third:]}
+    settings = {"minutes": minutes, "requests": asked}
+    growth = [growth_mib_h(times, sizes)]
+    return [
+        *(row("memory", f"pss_{name}_mib", "MiB", part, settings=settings) for name, part in parts.items()),
+        row("memory", "growth_mib_h", "MiB/h", growth, settings={**settings, "goal": 0}),
     ]
 
 
@@ -400,6 +429,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
     parser.add_argument("--litellm", type=Path, help="its command, to measure it in the same run")
     parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the case memory")
     options = parser.parse_args(arguments)
     model_dir = options.data / "v1" / "models" / BASE
     os.sched_setaffinity(0, {LOAD_CORE})
@@ -414,6 +444,8 @@ def main(arguments: list[str]) -> int:
             results += thousand_case(bench, options.repeats)
         if "burst" in cases:
             results += burst_case(bench)
+        if "memory" in cases:
+            results += memory_case(bench, options.minutes)
     if "saturation" in cases:
         port = _free_port()
         with _process([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):

@@ -97,7 +97,7 @@ class SteppingEngine:
         elif isinstance(message, Ensure):
             self._send(connection, Ensured(message.id, ""))
         elif isinstance(message, AskStats):
-            self._send(connection, Stats(**(dict.fromkeys(Stats.__struct_fields__, 0) | {"id": message.id})))
+            self._send(connection, Stats(message.id, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
     def _step(self, connection: int, requests: list[_Request]) -> None:
         """One more token for each, in one message."""

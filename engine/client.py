@@ -65,6 +65,12 @@ HANDSHAKE_LIMIT_S = 30.0
 SUBMIT_LIMIT_S = 5.0
 SILENCE_LIMIT_S = 60.0
 """After so long without an answer an engine counts as gone. Many times the longest step: no step answers anything."""
+PROBE_S = 2.0
+"""How often an engine is asked for a sign of life."""
+RESPONSIVE_S = 10.0
+"""An answer that takes longer is doubted, unless the engine has taken its time before: a step on few cores does."""
+SLOWEST_ANSWERS = 4
+"""An engine is given so many times its slowest answer."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 2.0
 QUIET_S = 5.0
@@ -103,6 +109,9 @@ class EngineClient:
         self._saying: asyncio.Future[Kept] | None = None
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
+        self._asked_at: float | None = None
+        """When the question was put that has no answer yet."""
+        self._patience_s = silence_limit_s
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -128,6 +137,15 @@ class EngineClient:
     def ready(self) -> bool:
         """Whether an engine is connected."""
         return self._connection is not None and not self._connection.ended.done()
+
+    @property
+    def responsive(self) -> bool:
+        """Whether an engine is connected and answers within what its own answers have taken so far.
+
+        Until its first step, which may compile for minutes, it has all the time that it needs.
+        """
+        asked_at = self._asked_at
+        return self.ready and (asked_at is None or asyncio.get_running_loop().time() - asked_at < self._patience_s)
 
     @property
     def open_requests(self) -> int:
@@ -173,7 +191,7 @@ class EngineClient:
         return await self._require().ask(question, Adapters, self._submit_limit_s)
 
     async def pages(self) -> Pages:
-        """Who holds which page of the pool: some milliseconds of the engine's time. Raises as :meth:`submit` does."""
+        """Who holds which page of the pool: drawn in parts between its steps. Raises as :meth:`submit` does."""
         return await self._require().ask(AskPages(next(self._ids)), Pages, self._submit_limit_s)
 
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> Kept:
@@ -217,6 +235,7 @@ class EngineClient:
     async def _serve(self, connection: Connection) -> None:
         logger.info("connected to engine generation %d", connection.welcome.generation)
         self._connection = connection
+        self._asked_at, self._patience_s = None, self._silence_limit_s
         self._connected.set()
         self._connected.clear()  # a pulse: waiters look at `ready`, which is false from the very moment of a loss
         try:
@@ -238,20 +257,26 @@ class EngineClient:
 
         Two questions in a row must stay unanswered: one may have run out while this process itself was stopped.
         """
-        missed = 0
+        missed, slowest_s = 0, 0.0
         while missed < 2:
-            pause_s = 0 if missed else self._silence_limit_s / 4
+            pause_s = 0 if missed else min(PROBE_S, self._silence_limit_s / 4)
             await asyncio.wait([connection.ended], timeout=pause_s)  # cancelling this wait leaves the future alone
             if connection.ended.done():
                 return
+            asked_at = connection.loop.time()
+            self._asked_at = self._asked_at or asked_at
             try:
                 async with asyncio.timeout(self._silence_limit_s / 2):
-                    await connection.ask(AskStats(next(self._ids)), Stats, self._silence_limit_s)
-                missed = 0
+                    stats = await connection.ask(AskStats(next(self._ids)), Stats, self._silence_limit_s)
             except TimeoutError:
                 missed += 1
             except EngineUnavailableError:
                 return
+            else:
+                missed, self._asked_at = 0, None
+                if stats.steps:
+                    slowest_s = max(slowest_s, connection.loop.time() - asked_at)
+                    self._patience_s = max(RESPONSIVE_S, SLOWEST_ANSWERS * slowest_s)
         connection.lose(f"it has not answered for {self._silence_limit_s:g} s")
 
     async def _connect(self) -> Connection:

@@ -35,6 +35,9 @@ from stencilpress.engine.ring import Channel, ProtocolError
 
 READ_BUDGET_BYTES = 64 << 10
 """Reply bytes handled before other tasks of the loop get a turn."""
+WOKEN_AT_ONCE = 16
+"""Streams that go on with a step's tokens before the loop looks at its sockets again: a new request must not wait until
+hundreds of others have written theirs."""
 
 Batch = tuple[list[Token], Finished | None]
 A = TypeVar("A", Ensured, Stats, Adapters, Pages, Kept, Forgotten)
@@ -64,8 +67,11 @@ class _Inbox:
     finished: Finished | None = None
     waiter: asyncio.Future[None] | None = None
     aborted: bool = False
+    called: bool = False
+    """It stands in the line of those who are woken next."""
 
     def wake(self) -> None:
+        self.called = False
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -100,15 +106,15 @@ class Stream:
         if self._over:
             raise StopAsyncIteration
         inbox = self._inbox
-        if not inbox.tokens and inbox.finished is None:
-            inbox.waiter = self._connection.loop.create_future()
-            try:
+        try:
+            while not inbox.tokens and inbox.finished is None:
+                inbox.waiter = self._connection.loop.create_future()
                 await inbox.waiter
-            except asyncio.CancelledError:
-                self.abort()
-                raise
-            finally:
-                inbox.waiter = None
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        finally:
+            inbox.waiter = None
         self._over = inbox.finished is not None
         return inbox.take()
 
@@ -142,8 +148,10 @@ class Connection:
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._outbox: dict[asyncio.Future[None], bytes] = {}
         self._aborts: deque[bytes] = deque()
+        self._calls: deque[_Inbox] = deque()
         self._publishes = False
         self._reads_on = False
+        self._wakes_on = False
         self._waits_for_socket = False
         self.loop.add_reader(channel.sock, self._on_readable)
 
@@ -161,6 +169,7 @@ class Connection:
         except BaseException:
             self._inboxes.pop(request.id, None)
             raise
+        self._publish()  # at once: the engine takes it in while the rest of this turn goes on
         return Stream(self, inbox)
 
     async def ask(self, question: Question, kind: type[A], limit_s: float) -> A:
@@ -231,6 +240,8 @@ class Connection:
             is_open = self._channel.receive()
             for message in self._channel.messages(READ_BUDGET_BYTES):
                 self._dispatch(message)
+            if not self._wakes_on:
+                self._wake_some()
         except (ProtocolError, OSError) as error:
             self.lose(str(error))
             return
@@ -262,13 +273,32 @@ class Connection:
             inbox = inboxes.get(token.id)
             if inbox is not None:
                 inbox.tokens.append(token)
-                if inbox.waiter is not None:
-                    inbox.wake()
+                if inbox.waiter is not None and not inbox.called:
+                    self._call(inbox)
         for finished in message.finished:
             inbox = inboxes.pop(finished.id, None)
             if inbox is not None:
                 inbox.finished = finished
-                inbox.wake()
+                if not inbox.called:
+                    self._call(inbox)
+
+    def _call(self, inbox: _Inbox) -> None:
+        """Have a stream go on: with its first token at once, else in line."""
+        if inbox.taken:
+            inbox.called = True
+            self._calls.append(inbox)
+        else:
+            inbox.wake()
+
+    def _wake_some(self) -> None:
+        """The next in line go on; the others after whatever has come meanwhile."""
+        self._wakes_on = False
+        calls = self._calls
+        for _ in range(min(len(calls), WOKEN_AT_ONCE)):
+            calls.popleft().wake()
+        if calls:
+            self._wakes_on = True
+            self.loop.call_soon(self._wake_some)
 
     def _send_abort(self, request_id: int) -> None:
         if self.ended.done():

@@ -14,6 +14,8 @@ class Counters:
 
     def __init__(self, limits: Limits, pool: Pool, residency: Residency, prefixes: PrefixCache) -> None:
         self.steps = 0
+        self._adapters_per_step = [0] * (limits.max_loras + 1)
+        self._requests_per_step = [0] * (limits.seats + 1)
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.preemptions = 0
@@ -21,6 +23,13 @@ class Counters:
         self._pool = pool
         self._residency = residency
         self._prefixes = prefixes
+
+    def step(self, *, adapters: int, requests: int) -> int:
+        """Count a step, with its distinct adapters and its requests. Returns its number, from 1."""
+        self.steps += 1
+        self._adapters_per_step[adapters] += 1
+        self._requests_per_step[requests] += 1
+        return self.steps
 
     def stats(self, ask: int, *, running: int, waiting: int) -> Stats:
         """All of them at this moment, as the answer to question ``ask``."""
@@ -46,4 +55,12 @@ class Counters:
             adapter_host_bytes=residency.host.bytes,
             adapter_failures=residency.failures,
             max_loras=self._limits.max_loras,
+            adapter_hits=residency.hits,
+            adapter_misses=residency.misses,
+            adapters_per_step=_seen(self._adapters_per_step),
+            requests_per_step=_seen(self._requests_per_step),
         )
+
+
+def _seen(counts: list[int]) -> dict[int, int]:
+    return {value: count for value, count in enumerate(counts) if count}

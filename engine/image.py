@@ -16,12 +16,13 @@ from stencilpress.engine.image_format import (
     ImageHeader,
     Record,
     image_name,
+    open_image,
     read_image,
     remove_outdated,
 )
 from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
-from stencilpress.engine.peft_format import Module, module_name, places, resolve
+from stencilpress.engine.peft_format import Module, module_name, places, resolve, split_tensor_name
 
 __all__ = [
     "AdapterError",
@@ -41,11 +42,13 @@ __all__ = [
     "is_finite",
     "layout",
     "module_name",
+    "open_image",
     "places",
     "read_image",
     "remove_outdated",
     "resolve",
     "slice_table",
+    "split_tensor_name",
     "value_problem",
     "write_image",
 ]

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_ADAPTERS_SHOWN = 256
 MAX_KEPT = 1024
@@ -204,6 +204,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
     adapter_failures: int = 0
     max_loras: int = 0
     """Distinct adapters in one step; 0 from an engine that does not say."""
+    adapter_hits: int = 0
+    adapter_misses: int = 0
+    """Requests whose adapter was in the pool when they began; that it was loaded for."""
+    adapters_per_step: dict[int, int] = {}
+    """Steps so far by how many distinct adapters they ran; at most ``max_loras``."""
+    requests_per_step: dict[int, int] = {}
+    """Steps so far by how many requests they ran; at most the engine's seats."""
 
 
 class AdapterSeen(msgspec.Struct, frozen=True, array_like=True):

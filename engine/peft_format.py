@@ -59,6 +59,20 @@ class Module:
     scale: float
 
 
+class TensorName(NamedTuple):
+    """What a tensor's name says, such as ``layers.3.self_attn.q_proj.lora_A.weight``: 3, ``q_proj``, ``A``."""
+
+    layer: int
+    projection: str
+    side: str
+
+
+def split_tensor_name(name: str) -> TensorName | None:
+    """None for a tensor that belongs to no projection of any layer."""
+    match = _KEY.fullmatch(name)
+    return TensorName(int(match["layer"]), match["place"].rpartition(".")[2], match["side"]) if match else None
+
+
 def places(spec: ModelSpec) -> list[Place]:
     """Every projection that can be adapted, in the order of an image."""
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -25,29 +26,35 @@ from stencilpress.engine.logs import configure_logs
 from stencilpress.engine.settings import SettingsError, engine_sockets, read_settings
 from stencilpress.engine.spec import base_ids
 from stencilpress.gateway.accounting import accounting
+from stencilpress.gateway.alerts.watch import alerting
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
+from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.observation import log_context
-from stencilpress.gateway.peers import serve_snapshots
+from stencilpress.gateway.peers import serve_peers
 from stencilpress.gateway.route import Router
+from stencilpress.gateway.sampling import sampling
 from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SWITCH_S
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
+from stencilpress.web.app import mount_console
 
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
@@ -62,6 +69,8 @@ HANG_LIMIT_S = 30.0
 """A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
 """For the error events of streams that outlived the drain."""
+
+logger = logging.getLogger("stencilpress.gateway")
 
 
 def main() -> int:
@@ -100,20 +109,26 @@ async def _serve(settings: GatewaySettings) -> int:
         if traces is not None:
             stack.push_async_callback(traces.close)
         services = await stack.enter_async_context(_services(settings, traces))
-        runner = create_runner(services, LAST_EVENTS_S)
+        runner = create_runner(services, LAST_EVENTS_S, [mount_console])
         await runner.setup()
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
         if settings.peer_fd >= 0:
-            peers = await serve_snapshots(socket.socket(fileno=settings.peer_fd), services.metrics.snapshot)
+            peers = await serve_peers(socket.socket(fileno=settings.peer_fd), services.metrics)
             stack.callback(peers.close)
         if context is not None:
             renewal = asyncio.create_task(keep_certificate(context, settings))
             stack.callback(renewal.cancel)
-        await web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context).start()
+        site = web.SockSite(runner, _listener(settings.http_fd), backlog=BACKLOG, ssl_context=context)
+        await site.start()
+        if settings.gateway == 1:
+            for warning in settings.warnings:
+                logger.warning("%s", warning)
         heart = asyncio.create_task(_beat(Heartbeat(settings.heartbeat_fd, settings.hang_limit_s or HANG_LIMIT_S)))
         stack.callback(heart.cancel)
         await stop.wait()
+        if settings.gateways > 1:  # the other gateways accept from the same socket
+            await site.stop()
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
@@ -137,15 +152,24 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         metrics = Metrics(settings.gateway, settings.metrics_tenants)
         accounts = await stack.enter_async_context(accounting(settings, metrics))
         engine = await stack.enter_async_context(Engines([EngineClient(path) for path in sockets]))
+        await stack.enter_async_context(alerting(settings, engine))
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        base = BaseNames.of(names)
+        view = EngineView(engine, db)
+        await stack.enter_async_context(sampling(settings, db, view))
+        keeper = keeper_of(settings, db, engine, changes, base)
+        await stack.enter_async_context(keeper.following())
         yield Services(
             settings=settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
-            router=Router(db, BaseNames.of(names), changes),
+            router=Router(db, base, changes),
             engine=engine,
+            view=view,
+            live=live_feed(settings, metrics, view),
+            keeper=keeper,
             tokenizer=tokenizer,
             base_names=names,
             metrics=metrics,
@@ -154,7 +178,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
             threads=threads,
             started_at=int(time.time()),
             websockets=WeakSet(),
-            desk=await stack.enter_async_context(_desk(settings, db, BaseNames.of(names))),
+            desk=await stack.enter_async_context(_desk(settings, db, base)),
             tracing=traces,
         )
 
@@ -177,7 +201,8 @@ async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> Asy
         cold=cold,
     )
     grace = timedelta(seconds=settings.purge_grace_s)
-    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes))
+    tenants = timedelta(days=settings.tenant_purge_days) if settings.tenant_purge_days else None
+    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes, tenants))
     try:
         yield desk
     finally:
@@ -197,6 +222,7 @@ def _read_model(model_dir: Path) -> tuple[tuple[str, ...], ModelTokenizer]:
 async def _shut_down(services: Services) -> bool:
     """Refuse new work, let streams finish, end those that do not with an error event. True if none was cut."""
     services.drain.begin()
+    services.live.close()
     clean = await services.drain.idle(services.settings.drain_s)
     if not clean:
         await services.engine.close()  # ends every open stream

@@ -101,7 +101,7 @@ SYSTEM = Actor("system", Role.OPERATOR)
 def check_permission(role: Role, needed: Permission) -> None:
     """Raises :class:`PermissionDeniedError`."""
     if needed not in PERMISSIONS[role]:
-        raise PermissionDeniedError(f"A key with the role '{role}' may not do this; it needs '{needed}'.")
+        raise PermissionDeniedError(f"The role '{role}' may not do this; it needs '{needed}'.")
 
 
 def check_scopes(models: Iterable[str] | None, routes: Iterable[str] | None) -> Scopes:
@@ -123,7 +123,7 @@ def check_scopes(models: Iterable[str] | None, routes: Iterable[str] | None) -> 
 def check_grant(actor: Actor, role: Role, scopes: Scopes) -> None:
     """A key never exceeds the one that makes or changes it. Raises :class:`PermissionDeniedError`."""
     if not PERMISSIONS[role] <= PERMISSIONS[actor.role]:
-        raise PermissionDeniedError(f"A key with the role '{actor.role}' cannot grant '{role}'.", param="role")
+        raise PermissionDeniedError(f"The role '{actor.role}' cannot grant '{role}'.", param="role")
     if not actor.scopes.covers(scopes):
         raise PermissionDeniedError("A key cannot grant more than its own models and routes.", param="scopes")
 

@@ -18,6 +18,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage import BATCH, purge_usage, retention, roll_up, tokens_used
 from stencilpress.gateway.errors import ApiError, EngineLostError
 from stencilpress.gateway.keys import Principal
+from stencilpress.gateway.live_counts import LiveCounts
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.quota.engine import Quotas, Reservation
 from stencilpress.gateway.quota.guard import GuardedStore
@@ -29,9 +30,12 @@ from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SideLoop
 from stencilpress.gateway.usage.record import Status
 from stencilpress.gateway.usage.recorder import Admitted, Meter, Recorder
+from stencilpress.gateway.usage.refusals import RefusalCounts
 
 ROLL_UP_S = 5.0
 PURGE_S = 60.0
+MAX_PURGES = 50
+"""Of one round: what is left of a day without purges waits for the next."""
 MINUTES_DAYS = 3
 """Roll-ups of minutes are kept for so long; those of hours and days for good."""
 STRAGGLERS_S = 0.3
@@ -41,8 +45,9 @@ STRAGGLERS_S = 0.3
 class Charge:
     """One admitted request. :meth:`close` it whatever happens: it settles the quota and makes the row."""
 
-    def __init__(self, accounting: Accounting, reservation: Reservation, meter: Meter) -> None:
+    def __init__(self, accounting: Accounting, reservation: Reservation, meter: Meter, tenant_id: int) -> None:
         self._accounting = accounting
+        self._open = accounting.live.began(tenant_id, meter)
         self._reservation = reservation
         self.meter = meter
         reservation.progress = meter.billed
@@ -63,6 +68,7 @@ class Charge:
 
     def close(self, answers: Sequence[Answer]) -> None:
         """Free the quota at once; the row follows when the engine has told what it made in vain. Does not wait."""
+        self._accounting.live.ended(self._open, failed=self._status is Status.FAILED)
         if not answers:
             self._reservation.undo()
             self.meter.close(self._status, 0, [])
@@ -95,9 +101,10 @@ class Charge:
 class Accounting:
     """The quota engine and the usage recorder of one gateway."""
 
-    def __init__(self, quotas: Quotas, usage: Recorder, behind: SideLoop) -> None:
+    def __init__(self, quotas: Quotas, usage: Recorder, live: LiveCounts, behind: SideLoop) -> None:
         self.quotas = quotas
         self.usage = usage
+        self.live = live
         self._behind = behind
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,7 +119,7 @@ class Accounting:
         reservation = await self.quotas.reserve(caller.tenant_id, caller.limits.quota, most_tokens)
         who = Admitted(request_id, caller.tenant_id, caller.key_id, route.adapter, route.version, prompt_tokens)
         try:
-            return Charge(self, reservation, self.usage.open(who, arrived_at))
+            return Charge(self, reservation, self.usage.open(who, arrived_at), caller.tenant_id)
         except BaseException:
             reservation.undo()
             raise
@@ -156,8 +163,8 @@ async def accounting(settings: GatewaySettings, metrics: Metrics) -> AsyncIterat
         async def seed(tenant_id: int, periods: Periods) -> Seeds:
             return await behind.call(used(tenant_id, periods))
 
-        opened = Accounting(Quotas(store, seed, metrics), usage, behind)
-        for work in _background(usage, db, settings.usage_retention_days):
+        opened = Accounting(Quotas(store, seed, metrics), usage, metrics.live, behind)
+        for work in _background(usage, metrics.refusals, db, settings.usage_retention_days):
             behind.start(work)
         renewing = asyncio.create_task(opened.quotas.run())
         try:
@@ -166,18 +173,21 @@ async def accounting(settings: GatewaySettings, metrics: Metrics) -> AsyncIterat
             renewing.cancel()
             await asyncio.wait([renewing])
             await opened.close()
-            await behind.call(_wind_up(behind, usage, db))
+            await behind.call(_wind_up(behind, usage, metrics.refusals, db))
             usage.close()
 
 
-async def _wind_up(behind: SideLoop, usage: Recorder, db: Database) -> None:
+async def _wind_up(behind: SideLoop, usage: Recorder, refusals: RefusalCounts, db: Database) -> None:
     """On the loop behind: end the jobs, write the last rows, close the connections."""
     await behind.stop()
     await usage.last_flush()
+    await refusals.last_flush(db)
     await db.close()
 
 
-def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coroutine[Any, Any, None]]:
+def _background(
+    usage: Recorder, refusals: RefusalCounts, db: Database, retention_days: int
+) -> list[Coroutine[Any, Any, None]]:
     holder = secrets.token_hex(8)
 
     async def roll_up_all() -> None:
@@ -185,11 +195,14 @@ def _background(usage: Recorder, db: Database, retention_days: int) -> list[Coro
             pass
 
     async def purge() -> None:
-        await purge_usage(db, *retention(datetime.now(UTC), retention_days, MINUTES_DAYS))
+        for _ in range(MAX_PURGES):
+            if await purge_usage(db, *retention(datetime.now(UTC), retention_days, MINUTES_DAYS)) < BATCH:
+                break
 
     return [
         usage.run(),
         usage.recover_for_ever(),
+        refusals.run(db),
         run_periodically(db, "usage-roll-up", holder, ROLL_UP_S, roll_up_all),
         run_periodically(db, "usage-purge", holder, PURGE_S, purge),
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +21,13 @@ from stencilpress.gateway.errors import EngineLostError, UnavailableError, from_
 FinishReason = Literal["stop", "length", "cancelled"]
 """``cancelled`` follows :meth:`Answer.cancel` and nothing else."""
 
+Again = Callable[[], Awaitable[Stream | None]]
+
 ABORT_LIMIT_S = 10.0
 """How long an aborted request may take to report its token counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextRules:
+class TextRules(msgspec.Struct, frozen=True):
     """What turns tokens into the text of a request; shared by its choices.
 
     ``stop_ids`` end an answer in the engine and are never part of its text.
@@ -64,9 +65,11 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Answer:
     """The text of one request to the engine, for one reader. Whoever leaves before its end calls :meth:`abort`."""
 
-    def __init__(self, stream: Stream, index: int, rules: TextRules) -> None:
+    def __init__(self, stream: Stream, index: int, rules: TextRules, again: Again | None = None) -> None:
+        """``again`` submits the request anew if its engine is lost before the first token; asked once."""
         self.index = index
         self._stream = stream
+        self._again = again
         self._rules = rules
         self._detokenizer = rules.table.stream()
         self._filter = StopFilter(rules.stops) if rules.stops is not None else None
@@ -93,6 +96,8 @@ class Answer:
         """
         while not self._ended:
             tokens, finished = await anext(self._stream)
+            if finished is not None and await self._begun_anew(finished):
+                continue
             self._received_tokens += len(tokens)
             self._finished = finished
             delta = self._delta(tokens, finished)
@@ -103,6 +108,19 @@ class Answer:
             if delta.text or delta.tokens or self._ended:
                 return delta
         raise StopAsyncIteration
+
+    async def _begun_anew(self, finished: Finished) -> bool:
+        """Whether a request that ended with its engine runs on another: nobody has seen a token of it."""
+        again, self._again, unwanted = self._again, None, self._cancelled
+        if again is None or unwanted or finished.code != "engine_lost" or finished.completion_tokens:
+            return False
+        stream = await again()
+        if stream is None:
+            return False
+        self._stream = stream
+        if self._cancelled:
+            stream.abort()
+        return True
 
     def cancel(self) -> None:
         """Stop at the reader's wish: the deltas end with the reason ``cancelled``, unless they end before."""
@@ -115,6 +133,8 @@ class Answer:
 
     async def settle(self) -> Finished:
         """The engine's own count of the tokens, once the deltas have ended. Raises :class:`EngineLostError`."""
+        if self._finished is not None:
+            return self._finished
         try:
             async with asyncio.timeout(ABORT_LIMIT_S):
                 async for _, finished in self._stream:

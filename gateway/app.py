@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from aiohttp import web
 
 from stencilpress.gateway.api import chat, completions, health, lora, models, tokenize, ws
@@ -14,7 +16,11 @@ WHOLE_REQUEST_LIMIT_S = 75.0
 """How long a connection may stay without a whole request head: an idle one, or one that sends a byte now and then."""
 
 
-def create_app(services: Services) -> web.Application:
+Mount = Callable[[web.Application], None]
+"""Adds routes, middlewares and signal handlers of another part, such as the console, to the application."""
+
+
+def create_app(services: Services, mounts: Iterable[Mount] = ()) -> web.Application:
     cors = Cors(services.settings.cors_origins)
     app = web.Application(middlewares=[observe, cors.preflight])
     app[SERVICES] = services
@@ -33,13 +39,15 @@ def create_app(services: Services) -> web.Application:
     app.router.add_get("/healthz", health.healthz)
     app.router.add_get("/readyz", health.readyz)
     app.router.add_get("/metrics", health.metrics)
+    for mount in mounts:
+        mount(app)
     return app
 
 
-def create_runner(services: Services, shutdown_timeout_s: float) -> web.AppRunner:
+def create_runner(services: Services, shutdown_timeout_s: float, mounts: Iterable[Mount] = ()) -> web.AppRunner:
     """Runs the application the way it is meant to be run."""
     return Runner(
-        create_app(services),
+        create_app(services, mounts),
         handler_cancellation=True,  # a client that leaves ends its handler, which aborts its request
         auto_decompress=False,  # compressed bodies are refused, so nothing may inflate them
         access_log=None,  # middleware.py writes its own

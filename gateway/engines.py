@@ -13,7 +13,7 @@ import functools
 import math
 import random
 from collections.abc import Awaitable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from hashlib import blake2b
 from types import TracebackType
 from typing import TypeVar
@@ -29,6 +29,8 @@ ALWAYS_TAKEN = 8
 """Open requests below which an engine is never too busy: a batch this small costs nobody anything."""
 MAX_RANKED = 1 << 16
 ANSWER_LIMIT_S = 1.0
+PAGES_LIMIT_S = 5.0
+"""The picture of a large pool is drawn in parts, one a step."""
 
 A = TypeVar("A")
 
@@ -42,6 +44,8 @@ class Engines:
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self._clients = clients
+        self._returning: set[asyncio.Timeout] = set()
+        """Requests that wait for an engine to come back."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Engines:
@@ -55,7 +59,9 @@ class Engines:
         await self._stack.aclose()
 
     async def close(self) -> None:
-        """Disconnect from all; open streams end with ``engine_lost``."""
+        """Disconnect from all; open streams end with ``engine_lost``, and nothing waits for an engine any more."""
+        for scope in self._returning:
+            scope.reschedule(asyncio.get_running_loop().time())
         for client in self._clients:
             await client.close()
 
@@ -63,6 +69,11 @@ class Engines:
     def ready(self) -> bool:
         """Whether any engine is connected."""
         return any(client.ready for client in self._clients)
+
+    @property
+    def responsive(self) -> bool:
+        """Whether any engine answers in the time that it takes as a rule."""
+        return any(client.responsive for client in self._clients)
 
     async def wait_ready(self) -> Welcome:
         """Wait until one engine is connected."""
@@ -97,11 +108,29 @@ class Engines:
                 if not self.ready:
                     raise
 
+    async def resubmit(self, request: Submit, limit_s: float) -> Stream | None:
+        """Hand over a request anew whose engine is gone, to another or to the first that is back in time.
+
+        None if there is none in time, or the engines are being closed. Raises :class:`EngineBusyError`.
+        """
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                self._returning.add(scope)
+                while True:
+                    await self.wait_ready()
+                    with suppress(EngineUnavailableError):
+                        return await self.submit(request)
+        except TimeoutError:
+            return None
+        finally:
+            self._returning.discard(scope)
+
     def choose(self, adapter: str) -> int:
         """The engine for an adapter's request, or for the base ("") now. Raises :class:`EngineUnavailableError`."""
         ready = [index for index, client in enumerate(self._clients) if client.ready]
         if not ready:
             raise EngineUnavailableError("no engine is connected")
+        ready = [index for index in ready if self._clients[index].responsive] or ready
         if len(ready) == 1:
             return ready[0]
         loads = {index: self._clients[index].open_requests for index in ready}
@@ -123,8 +152,12 @@ class Engines:
         return list(await asyncio.gather(*(_soon(client.adapters(offset, limit)) for client in self._clients)))
 
     async def pages(self) -> list[Pages | None]:
-        """Who holds which page of each engine's pool; None for one that does not answer within a second."""
-        return list(await asyncio.gather(*(_soon(client.pages()) for client in self._clients)))
+        """Who holds which page of each engine's pool; None for one that does not answer."""
+        return list(await asyncio.gather(*map(self.pages_of, range(len(self._clients)))))
+
+    async def pages_of(self, engine: int) -> Pages | None:
+        """Who holds which page of one engine's pool; None if it does not answer. Engines count from 0 here."""
+        return await _soon(self._clients[engine].pages(), PAGES_LIMIT_S)
 
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> list[Kept | None]:
         """Have adapters kept at hand where their requests go, instead of those before; each engine that connects later
@@ -139,6 +172,11 @@ class Engines:
     async def forget(self, digests: Iterable[str]) -> None:
         """Tell every engine that versions are deleted: none keeps memory for them once their last request has ended."""
         await asyncio.gather(*(_soon(client.forget(digest)) for digest in set(digests) for client in self._clients))
+
+    @property
+    def welcomes(self) -> Sequence[Welcome | None]:
+        """What each engine said of itself when it was connected; None for one that is not."""
+        return [client.welcome if client.ready else None for client in self._clients]
 
     @property
     def open_requests(self) -> Sequence[int]:
@@ -156,9 +194,9 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
     return tuple(sorted(range(engines), key=score))
 
 
-async def _soon(answer: Awaitable[A]) -> A | None:
+async def _soon(answer: Awaitable[A], limit_s: float = ANSWER_LIMIT_S) -> A | None:
     try:
-        async with asyncio.timeout(ANSWER_LIMIT_S):
+        async with asyncio.timeout(limit_s):
             return await answer
     except (EngineUnavailableError, EngineBusyError, TimeoutError):
         return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 from prometheus_client import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stencilpress.engine.messages import Stats
@@ -36,7 +39,26 @@ _ENGINE_COUNTERS = {
     "adapter_evictions": "Adapters that gave up their pages",
     "adapter_failures": "Loads of adapters that failed",
     "cached_tokens": "Prompt tokens taken from the cache",
+    "adapter_hits": "Requests whose adapter was in the pool when they began",
+    "adapter_misses": "Requests that their adapter was loaded for",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The room on a disk, in bytes."""
+
+    free: int
+    total: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Disk | None:
+        """None if it cannot be told."""
+        try:
+            room = shutil.disk_usage(folder)
+        except OSError:
+            return None
+        return cls(room.free, room.total)
 
 
 def render(
@@ -45,6 +67,7 @@ def render(
     engines: Sequence[Stats | None],
     max_loras: int,
     now: Callable[[], float] = time.time,
+    disk: Disk | None = None,
 ) -> bytes:
     """The exposition. ``snapshots`` has the gateways that answered, of ``gateways``; None stands for a silent engine.
 
@@ -56,7 +79,7 @@ def render(
     for number in range(1, gateways + 1):
         up.add_metric([str(number)], float(number in answered))
     routers = _for_routers(snapshots, [stats for stats in engines if stats is not None], max_loras, now())
-    return generate_latest(_Fixed([up, *_gateways(snapshots), *_engines(engines), *routers]))
+    return generate_latest(_Fixed([up, *_gateways(snapshots), *_engines(engines), *_disk(disk), *routers]))
 
 
 class _Fixed(Collector):
@@ -96,6 +119,35 @@ def _engines(engines: Sequence[Stats | None]) -> Iterator[Metric]:
                 if stats is not None:
                     metric.add_metric([str(number)], getattr(stats, field))
             yield metric
+    yield from _steps(engines)
+
+
+_STEP_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_STEP_HISTOGRAMS = {
+    "adapters_per_step": "Distinct adapters of a step",
+    "requests_per_step": "Requests of a step",
+}
+
+
+def _steps(engines: Sequence[Stats | None]) -> Iterator[Metric]:
+    """How full steps were: histograms out of exact counts."""
+    for field, text in _STEP_HISTOGRAMS.items():
+        metric = HistogramMetricFamily(f"stencilpress_engine_{field}", text, labels=["engine"])
+        for number, stats in enumerate(engines, 1):
+            if stats is None:
+                continue
+            counts: dict[int, int] = getattr(stats, field)
+            buckets = [(str(bound), float(sum(n for v, n in counts.items() if v <= bound))) for bound in _STEP_BOUNDS]
+            buckets.append(("+Inf", float(sum(counts.values()))))
+            metric.add_metric([str(number)], buckets, float(sum(v * n for v, n in counts.items())))
+        yield metric
+
+
+def _disk(disk: Disk | None) -> Iterator[Metric]:
+    if disk is None:
+        return
+    yield GaugeMetricFamily("stencilpress_disk_free_bytes", "Free bytes on the disk of the data folder", disk.free)
+    yield GaugeMetricFamily("stencilpress_disk_total_bytes", "Bytes of the disk of the data folder", disk.total)
 
 
 def _for_routers(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ access_logger = logging.getLogger("stencilpress.access")
 class Observation:
     """One request, or one response on a WebSocket. What does not apply is empty or 0."""
 
-    request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex}")
+    request_id: str = field(default_factory=lambda: "req_" + secrets.token_hex(16))
     arrived_at: float = field(default_factory=time.perf_counter)
     """``time.perf_counter()`` when the head of the request was read."""
     tenant: str = ""
@@ -38,6 +38,8 @@ class Observation:
 
     def log(self, method: str, route: str, status: str, level: int = logging.INFO) -> None:
         """The one line that the access log has of it."""
+        if not access_logger.isEnabledFor(level):
+            return
         fields: dict[str, Any] = {
             "method": method,
             "route": route,
@@ -54,8 +56,7 @@ class Observation:
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self.completion_tokens,
             }
-        shown = {name: value for name, value in fields.items() if name not in ("method", "route", "status")}
-        text = " ".join(f"{name}={value or '-'}" for name, value in shown.items())
+        text = " ".join([f"{name}={value or '-'}" for name, value in fields.items()][3:])  # those three stand before it
         access_logger.log(level, "%s %s %s %s", method, route, status, text, extra={FIELDS: fields})
 
 

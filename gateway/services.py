@@ -16,9 +16,12 @@ from stencilpress.gateway.accounting import Accounting
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
+from stencilpress.gateway.live import LiveFeed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.route import Router
 from stencilpress.gateway.settings import GatewaySettings
@@ -41,6 +44,9 @@ class Services:
     keys: KeyRing
     router: Router
     engine: Engines
+    view: EngineView
+    live: LiveFeed
+    keeper: Keeper
     tokenizer: ModelTokenizer
     base_names: tuple[str, ...]
     """The base's id and aliases, for listing; the router takes more spellings."""
@@ -56,10 +62,12 @@ class Services:
     tracing: Tracing | None = None
     turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a thread works for it."""
+    smoke_turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
-        """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""
-        return nullcontext() if self.desk is None else self.desk.using(digest, tenant_id)
+        """Keep an adapter's blob while the block runs; the base has none. Raises :class:`AdapterUnavailableError`."""
+        return nullcontext() if self.desk is None or not digest else self.desk.using(digest, tenant_id)
 
 
 SERVICES = web.AppKey("services", Services)

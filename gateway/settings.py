@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,12 +35,31 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """From a request's arrival to the end of its answer; then it is ended with an error."""
     max_wait_s: Annotated[float, Meta(ge=0, le=86400)] = 0.0
     """How long a request may wait for its first step; then it is refused. 0 is as long as it takes."""
+    resubmit_limit_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    """A request whose engine is lost before its first token goes to another, or waits so long for one. 0: never."""
     cors_origins: str = ""
     """Origins whose pages may call the API, separated by commas; ``*`` is all."""
     tls_certificate: str = ""
     """Certificate chain in PEM; with it the port speaks TLS alone."""
     tls_key: str = ""
     """Its private key in PEM."""
+    console_url: str = ""
+    """Where browsers find the console if another server stands in front: ``https://press.example.com``."""
+    trusted_proxies: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Servers in front that each add to ``X-Forwarded-For``: whom the console takes a visitor's address from."""
+    oidc_issuer: str = ""
+    """An OpenID Connect provider by which people may sign in to the console: ``https://login.example.com``."""
+    oidc_client_id: str = ""
+    oidc_client_secret: str = ""
+    oidc_scope: str = "openid email"
+    oidc_groups_claim: str = "groups"
+    """The claim with a person's groups."""
+    oidc_grants: str = ""
+    """Groups whose members need no invitation: ``group=tenant:role``, separated by commas; the first one counts."""
+    session_limit_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 7 * 86400.0
+    """How long somebody stays signed in to the console."""
+    session_idle_s: Annotated[float, Meta(ge=60, le=365 * 86400)] = 12 * 3600.0
+    """How long a session of the console may rest; then it ends."""
     hang_limit_s: Annotated[float, Meta(ge=0)] = 0.0
     """The engines' setting too: longest time between two turns of the loop; 0 takes 30 s."""
     drain_s: Seconds = 2.5
@@ -58,8 +78,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """With a cold store: blobs beyond this leave the disk, the longest unused first. 0 keeps all."""
     purge_grace_s: Annotated[float, Meta(ge=5, le=365 * 86400)] = 3600.0
     """How long a deleted adapter or version can be restored."""
+    tenant_purge_days: Annotated[int, Meta(ge=0, le=3650)] = 0
+    """How long a deleted tenant can be restored; then it is erased for good. 0: until somebody purges it."""
     upkeep_s: Seconds = 300.0
     """How often what was deleted is purged and unused blobs are removed."""
+    pin: str = ""
+    """Adapters that engines keep in memory: ``tenant/adapter`` or ``tenant/adapter@alias``, separated by commas."""
+    preload: str = ""
+    """Adapters that engines bring in at their start, likewise."""
     lora_load_dir: str = ""
     """Folder from which an operator's key may load adapters by vLLM's ``/v1/load_lora_adapter``; empty is off."""
     quota_store: str = ""
@@ -76,6 +102,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
+    alert_webhook_url: str = ""
+    """Where all alerts are sent, in the format of Alertmanager's webhooks; empty: nowhere but to tenants' own."""
+    alert_webhook_secret: str = ""
+    """Signs what is sent there, as Standard Webhooks says."""
+    alert_private_webhooks: bool = False
+    """Whether tenants' webhooks may have addresses inside this network."""
+    alert_every_s: Annotated[float, Meta(ge=1, le=3600)] = 30.0
+    """How often alert rules are evaluated."""
     log_format: LogFormat = "text"
     otlp_endpoint: str = ""
     """Collector of traces that speaks OTLP over HTTP, such as ``http://collector:4318``."""
@@ -97,3 +131,22 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory for the sign of life, inherited from the supervisor."""
     lifeline_fd: int = -1
     """Read end of a pipe that closes when the supervisor is gone."""
+
+    @property
+    def data_folder(self) -> Path:
+        """Where adapters lie, or at least the engine's socket."""
+        return Path(self.adapters_dir or self.engine_socket).parent
+
+    @property
+    def gateways(self) -> int:
+        """Gateway processes on this port, this one included."""
+        return len(self.peers.split(","))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the settings let happen that an operator may not want."""
+        if self.gateways == 1 or self.quota_store:
+            return []
+        count = self.gateways
+        text = f"{count} gateways count quotas each for itself, so tenants get up to {count} times their limits"
+        return [f"{text}: set STENCILPRESS_QUOTA_STORE to a Valkey or Redis that they share"]

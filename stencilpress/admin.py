@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
@@ -25,7 +25,8 @@ from stencilpress.version_commands import move, tenant_option, with_tenant
 if TYPE_CHECKING:
     from stencilpress.bases import Base
     from stencilpress.gateway.api.admin.adapter_views import AdapterView
-    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, SmokeSuite, Tenant, Version
+    from stencilpress.gateway.catalog.adapter_lists import Listed
+    from stencilpress.gateway.catalog.records import Adapter, AddedVersion, Keeping, SmokeSuite, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
 
@@ -113,6 +114,34 @@ def adapter_list(place: Place, tenant_name: str, as_json: bool) -> None:
         return await list_adapters(db, (await get_tenant(db, tenant_name)).id)
 
     show([_version_fields(one, version) for one in with_catalog(place, work) for version in one.versions], as_json)
+
+
+@adapter.command("all")
+@place_options
+@click.option("--tenant", "tenant", default="", help="Only tenants whose names begin so.")
+@click.option("--name", default="", help="Only adapters whose names begin so.")
+@click.option("--sort", type=click.Choice(("tenant", "name", "newest")), default="tenant", show_default=True)
+@click.option("--deleted", is_flag=True, help="Deleted ones too.")
+@click.option("--limit", type=click.IntRange(1, 100_000), default=50, show_default=True, help="Rows.")
+@json_option
+def adapter_all(
+    place: Place,
+    tenant: str,
+    name: str,
+    sort: Literal["tenant", "name", "newest"],
+    deleted: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List the adapters of all tenants in short."""
+    from stencilpress.gateway.api.admin.all_adapters import ListedAdapterView
+    from stencilpress.gateway.catalog.adapter_lists import list_all_adapters
+
+    async def work(db: Database) -> tuple[Listed, ...]:
+        return await list_all_adapters(db, tenant=tenant, name=name, sort=sort, deleted=deleted, limit=limit)
+
+    columns = ("tenant", "name", "versions", "newest", "ranks", "target_modules", "size_bytes", "aliases")
+    show([ListedAdapterView.of(one) for one in with_catalog(place, work)], as_json, columns)
 
 
 @adapter.command("show")
@@ -266,6 +295,45 @@ def adapter_unshare(place: Place, name: str, guest: str, tenant_name: str) -> No
     actor = operator_here()
     with_tenant(place, tenant_name, lambda db, owner: unshare_adapter(db, owner.id, name, guest, actor=actor))
     click.echo(f"{name} is no longer shared with {guest}")
+
+
+@adapter.command("pin")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_pin(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Keep what an adapter's `prod` stands for in the engines' memory, until `unpin`."""
+    _keep(place, name, tenant_name, "pin", as_json)
+
+
+@adapter.command("preload")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_preload(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Have what an adapter's `prod` stands for brought into the engines' memory now, and whenever they start."""
+    _keep(place, name, tenant_name, "preload", as_json)
+
+
+@adapter.command("unpin")
+@place_options
+@click.argument("name")
+@tenant_option
+@json_option
+def adapter_unpin(place: Place, name: str, tenant_name: str, as_json: bool) -> None:
+    """Pin an adapter no longer, nor preload it."""
+    _keep(place, name, tenant_name, None, as_json)
+
+
+def _keep(place: Place, name: str, tenant_name: str, kept: Keeping | None, as_json: bool) -> None:
+    from stencilpress.gateway.catalog.kept import set_kept
+
+    actor = operator_here()
+    now = with_tenant(place, tenant_name, lambda db, owner: set_kept(db, owner.id, name, kept, actor=actor))
+    told = {"pin": "is pinned", "preload": "is preloaded", None: "is neither pinned nor preloaded"}
+    tell(f"adapter {name} {told[now]}", _view(place, name, tenant_name), as_json)
 
 
 def _version_fields(one: Adapter, version: Version) -> dict[str, Any]:

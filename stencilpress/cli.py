@@ -11,6 +11,7 @@ import click
 
 from stencilpress import __version__
 from stencilpress.admin import adapter
+from stencilpress.alert_commands import alert
 from stencilpress.backup_commands import backup, restore
 from stencilpress.catalog_commands import audit, catalog
 from stencilpress.console import Commands, Place, place_options, schema_refusals_told
@@ -18,6 +19,7 @@ from stencilpress.key_commands import key
 from stencilpress.serving import engine, gateway, pull_base, serve
 from stencilpress.tenant_commands import tenant
 from stencilpress.usage_commands import usage
+from stencilpress.user_commands import user
 from stencilpress.version_commands import alias, version
 
 
@@ -27,7 +29,7 @@ def main() -> None:
     """Serve thousands of LoRA adapters from one shared base model."""
 
 
-for group in (tenant, key, adapter, version, alias, usage, audit, catalog):
+for group in (tenant, key, user, adapter, version, alias, usage, alert, audit, catalog):
     main.add_command(group)
 main.add_command(serve)
 main.add_command(engine)

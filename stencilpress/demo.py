@@ -68,17 +68,21 @@ async def enrol_demo(
     return Demo(key, tuple(adapter.name for adapter in adapters if _serves(adapter, base)))
 
 
-def banner(url: str, base: Base, demo: Demo | None) -> str:
-    """What the terminal shows when the server is ready. The curl command is one line that works when pasted."""
-    lines = [f"Stencilpress serves {base.ids[0]} at {url}"]
+def banner(url: str, base: Base, demo: Demo | None, console: str) -> str:
+    """What the terminal shows when the server is ready. The curl command is one line that works when pasted.
+
+    ``console`` is where people begin: the page to sign in, or the link that makes the first user.
+    """
+    head, place = f"Stencilpress serves {base.ids[0]} at {url}", f"  console  {console}"
     if demo is None:
-        return "\n".join(
-            [*lines, "Make a tenant and a key: stencilpress tenant add NAME, stencilpress key create NAME"]
-        )
+        advice = "Make a tenant and a key: stencilpress tenant add NAME, stencilpress key create NAME"
+        return f"{head}\n{place}\n{advice}"
     models = [base.short_name, *demo.adapters]
-    lines += [
+    lines = [
+        head,
         f"  models   {'  '.join(models)}",
         f"  demo key {demo.key}",
+        place,
         "Try one of them:",
         curl(url, demo.key, models[-1]),
     ]

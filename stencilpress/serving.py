@@ -15,6 +15,7 @@ import msgspec
 
 from stencilpress.console import F, Place, place_options, schema_refusals_told, setting
 from stencilpress.engine.settings import MAX_ENGINES, PREFIX, EngineSettings, read_settings
+from stencilpress.kernel_cache import cache_folders, remove_outdated
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
@@ -108,10 +109,12 @@ def serve(
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
+            remove_outdated(place.data.kernels.absolute())
             base = _bring_in(place, model, base_id)
             chosen.environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
-            visitor = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
-            server.run(lambda url: click.echo(banner(url, base, visitor)))
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
+            place_of = chosen.gateway.console_url.rstrip("/")
+            server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
 
 @click.command()
@@ -198,8 +201,9 @@ def gateway(
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
-            visitor = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=False))
-            server.run(lambda url: click.echo(banner(url, base, visitor)))
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=False))
+            place_of = chosen.gateway.console_url.rstrip("/")
+            server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,19 +218,21 @@ class _Chosen:
     def of(cls, place: Place, options: Mapping[str, str | None]) -> _Chosen:
         """Also sets up this process's log."""
         from stencilpress.engine.logs import configure_logs
+        from stencilpress.gateway.keeper import check_names
         from stencilpress.gateway.server import Cors, tls_context
         from stencilpress.gateway.settings import GatewaySettings
 
         given = {PREFIX + name.upper(): value for name, value in options.items() if value is not None}
         environment = {**os.environ, **given, f"{PREFIX}DATABASE_URL": place.database_url}
         environment[f"{PREFIX}ADAPTERS_DIR"] = str(place.data.adapters.absolute())
-        for compiler in ("NUMBA", "TRITON"):
-            environment.setdefault(f"{compiler}_CACHE_DIR", str((place.data.kernels / compiler.lower()).absolute()))
+        for variable, folder in cache_folders(place.data.kernels.absolute()).items():
+            environment.setdefault(variable, str(folder))
         later = {f"{PREFIX}{name}": "set below" for name in ("MODEL_DIR", "ENGINE_SOCKET")}
         engine = read_settings(EngineSettings, {**environment, **later})
         gateway = read_settings(GatewaySettings, {**environment, **later, f"{PREFIX}HTTP_FD": "-1"})
-        Cors(gateway.cors_origins)  # these two refuse what no gateway could use
+        Cors(gateway.cors_origins)  # these refuse what no gateway could use
         tls_context(gateway)
+        check_names(gateway)
         configure_logs(gateway.log_format)
         return cls(environment, engine, gateway)
 
@@ -275,9 +281,15 @@ def _pulled(place: Place, model: str) -> Base:
     return base
 
 
-async def _prepare(place: Place, base: Base, settings: EngineSettings, *, demo: bool, migrate: bool) -> Demo | None:
-    """Bring the catalog's schema and the adapters' images up to date, and enrol the demo."""
-    from stencilpress.demo import enrol_demo
+async def _prepare(
+    place: Place, base: Base, settings: EngineSettings, *, demo: bool, migrate: bool
+) -> tuple[Demo | None, str]:
+    """Bring the catalog's schema and the adapters' images up to date, and enrol the demo.
+
+    Also the path at which people begin with the console.
+    """
+    from stencilpress.demo import TENANT, enrol_demo
+    from stencilpress.gateway.accounts.links import first_path
     from stencilpress.gateway.blobs import BlobStore
     from stencilpress.gateway.catalog.schema import check_schema
     from stencilpress.gateway.catalog.schema import migrate as run_migrations
@@ -293,7 +305,8 @@ async def _prepare(place: Place, base: Base, settings: EngineSettings, *, demo: 
         async for digest, error in enrolment.rebuild_images():
             outcome = f"cannot be served: {'; '.join(error.findings)}" if error else "converted for this base's dtype"
             _progress(f"adapter {digest[:12]} {outcome}")
-        return await enrol_demo(db, blobs, enrolment, base, place.data.demo_key, _progress) if demo else None
+        visitor = await enrol_demo(db, blobs, enrolment, base, place.data.demo_key, _progress) if demo else None
+        return visitor, await first_path(db, None if visitor is None else TENANT)
 
 
 def _progress(text: str) -> None:

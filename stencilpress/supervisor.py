@@ -193,6 +193,8 @@ async def _serve(
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        if http is not None:
+            http.close()  # several gateways close theirs as they drain: who connects then is refused at once
         drained_at = asyncio.get_running_loop().time() + settings.drain_s
         await end(gateways, drained_at + GATEWAYS_SLACK_S)
         await end(engines, drained_at + ENGINES_SLACK_S)

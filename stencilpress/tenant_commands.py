@@ -176,6 +176,24 @@ def tenant_restore(place: Place, name: str, as_json: bool) -> None:
     _mark(place, name, "restore", "restored", as_json)
 
 
+@tenant.command("purge")
+@place_options
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def tenant_purge(place: Place, name: str, yes: bool, as_json: bool) -> None:
+    """Erase a deleted tenant for good. Its name is free again; the audit log and the sums of its usage stay."""
+    from msgspec import convert
+
+    from stencilpress.gateway.api.admin.views import Purged
+    from stencilpress.gateway.catalog.erasure import purge_tenant
+
+    if not yes:
+        click.confirm(f"Erase all of tenant {name}? This cannot be undone.", abort=True, err=True)
+    erased = with_catalog(place, lambda db: purge_tenant(db, name, actor=operator_here()))
+    tell(f"purged tenant {name}", convert(erased, Purged, from_attributes=True), as_json)
+
+
 def _mark(place: Place, name: str, verb: str, done: str, as_json: bool) -> None:
     from stencilpress.gateway.api.admin.views import TenantView
     from stencilpress.gateway.catalog import tenants

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from stencilpress.console import F, Place, json_option, operator_here, place_opt
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
+    from stencilpress.gateway.catalog.canaries import Comparison
     from stencilpress.gateway.catalog.records import Alias, AliasTarget, Expected, SmokeRun, Tenant
     from stencilpress.gateway.catalog.session import Database
 
@@ -112,6 +114,28 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
     tell(f"restored {ref}", _view(place, ref, tenant_name), as_json)
 
 
+@_version_command("contents")
+def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show the projections that a version adapts, with their ranks; as JSON its config, too."""
+    from stencilpress.gateway.lifecycle.contents import read_contents
+
+    found = asyncio.run(read_contents(_blob(place, _view(place, ref, tenant_name).digest)))
+    if as_json:
+        show_one(found, as_json)
+        return
+    show(found.modules, as_json)
+
+
+def _blob(place: Place, digest: str) -> Path:
+    """Where a version's files lie. Raises :class:`click.ClickException` if they are not here."""
+    from stencilpress.gateway.blobs import BlobStore
+
+    folder = BlobStore(place.data.path).folder(digest)
+    if not folder.is_dir():
+        raise click.ClickException(f"adapter {digest[:12]} is not in this data folder")
+    return folder
+
+
 @version.command("diff")
 @place_options
 @click.argument("ref", metavar="NAME@NUMBER")
@@ -120,17 +144,13 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
 @json_option
 def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
     """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
-    from stencilpress.gateway.blobs import BlobStore
     from stencilpress.gateway.lifecycle.diff import diff_versions
     from stencilpress.gateway.worker_process import WorkerError
 
     left = _view(place, ref, tenant_name)
     right = _view(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
-    blobs, base = BlobStore(place.data.path), _base_of(place, left.base)
-    folders = [blobs.folder(one.digest) for one in (left, right)]
-    for folder in folders:
-        if not folder.is_dir():
-            raise click.ClickException(f"adapter {folder.name[:12]} is not in this data folder")
+    base = _base_of(place, left.base)
+    folders = [_blob(place, one.digest) for one in (left, right)]
     try:
         found = asyncio.run(diff_versions(folders[0], folders[1], base.folder, "auto"))
     except (WorkerError, TimeoutError) as error:
@@ -239,6 +259,10 @@ def alias_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
 @_expect_option
 @click.option("--canary", type=click.IntRange(1), help="A second version for some of the users.")
 @click.option("--percent", type=click.IntRange(1, 100), help="How many of them, in per cent.")
+@click.option("--max-error-share", type=float, help="Take the canary back if more of its requests fail: 0.05.")
+@click.option("--max-ttft-ratio", type=float, help="Or if its p95 of the first token is so many times VERSION's: 1.5.")
+@click.option("--min-requests", type=int, default=50, show_default=True, help="Of the canary; fewer decide nothing.")
+@click.option("--window-s", type=int, default=600, show_default=True, help="Only requests of so many seconds count.")
 @_reason_option
 @json_option
 def alias_move(
@@ -251,16 +275,21 @@ def alias_move(
     percent: int | None,
     reason: str,
     as_json: bool,
+    **limits: Any,
 ) -> None:
     """Point an alias at a VERSION, with a canary or without.
 
     A version that `prod` has not served must pass the smoke prompts; they run on the running server's engine.
     """
-    from stencilpress.gateway.catalog.records import AliasTarget, Canary, Expected
+    from stencilpress.gateway.catalog.records import AliasTarget, Canary, CanaryGuard, Expected
 
     if (canary is None) != (percent is None):
         raise click.UsageError("--canary and --percent go together")
-    second = Canary(canary, percent) if canary is not None and percent is not None else None
+    guarded = any(limits[name] is not None for name in ("max_error_share", "max_ttft_ratio"))
+    if guarded and canary is None:
+        raise click.UsageError("--max-error-share and --max-ttft-ratio need --canary")
+    guard = CanaryGuard(**limits) if guarded else None
+    second = Canary(canary, percent, guard) if canary is not None and percent is not None else None
     target = AliasTarget(number, second)
     moved = move(place, ref, tenant_name, target, Expected(version=expect), reason)
     _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
@@ -281,6 +310,26 @@ def move(place: Place, ref: str, tenant_name: str, target: AliasTarget, expected
         )
 
     return with_tenant(place, tenant_name, work)
+
+
+@alias.command("canary")
+@place_options
+@click.argument("ref", metavar="NAME@ALIAS")
+@tenant_option
+@json_option
+def alias_canary(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show how an alias's canary does beside its version, and what its guard says."""
+    from datetime import UTC, datetime
+
+    from stencilpress.gateway.api.admin.canary import CanaryReport
+    from stencilpress.gateway.catalog.canaries import compare_canary
+
+    name, alias_name = _parts(ref)
+
+    async def work(db: Database, owner: Tenant) -> Comparison:
+        return await compare_canary(db, owner.id, name, alias_name, datetime.now(UTC))
+
+    show_one(CanaryReport.of(with_tenant(place, tenant_name, work)), as_json)
 
 
 @alias.command("rollback")

@@ -20,10 +20,16 @@ async def read_body(request: web.Request, settings: GatewaySettings) -> bytes:
     _check_identity(request)
     if (request.content_length or 0) > settings.max_body_bytes:
         raise _too_large(settings)
+    content = request.content
+    if content.is_eof() and content.exception() is None:  # it came along with the head, as nearly all do
+        whole: bytes = content.read_nowait()
+        if len(whole) > settings.max_body_bytes:
+            raise _too_large(settings)
+        return whole
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_limit_s):
-            async for chunk in request.content.iter_any():
+            async for chunk in content.iter_any():
                 body += chunk
                 if len(body) > settings.max_body_bytes:
                     raise _too_large(settings)

@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from stencilpress.engine.client import EngineBusyError, EngineUnavailableError
+from stencilpress.engine.client import EngineBusyError, EngineUnavailableError, Stream
 from stencilpress.engine.messages import Submit, Welcome, pack_tokens
 from stencilpress.gateway.accounting import Charge
 from stencilpress.gateway.answer import Answer, Delta, FinishReason, ShownToken, TextRules
@@ -33,10 +33,10 @@ from stencilpress.gateway.observation import CURRENT
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
+from stencilpress.gateway.usage.recorder import Meter
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """A request that is ready for the engine. Choice ``i`` is submit ``i``; a prompt's choices are neighbours."""
 
     model: str
@@ -247,17 +247,29 @@ async def answers(
         finally:  # none of this waits, so a cancelled request is settled all the same
             charge.close(opened.each)
             if opened.each:
-                metrics.inter_token.add(charge.meter.gaps, charge.meter.gaps_ms)
-                _count(services, generation, opened.each)
+                _count(services, generation, opened.each, charge.meter)
 
 
-def _count(services: Services, generation: Generation, each: Sequence[Answer]) -> None:
+def _count(services: Services, generation: Generation, each: Sequence[Answer], meter: Meter) -> None:
     """What was generated is the server's; what is of a tenant or in its log line is what went into answers."""
     metrics, prompt_tokens = services.metrics, generation.prompt_tokens
     answer_tokens = sum(answer.answer_tokens for answer in each)
     metrics.prompt_tokens.inc(prompt_tokens)
     metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in each))
-    metrics.tenants.add(generation.caller.tenant, prompt_tokens, answer_tokens)
+    metrics.tenants.add(
+        generation.caller.tenant,
+        prompt_tokens,
+        answer_tokens,
+        ttft_ms=meter.ttft_ms,
+        gaps=meter.gaps,
+        gaps_ms=meter.gaps_ms,
+    )
+    metrics.inter_token.add(meter.gaps, meter.gaps_ms)
+    finished = [answer.finished for answer in each if answer.finished is not None]
+    if finished:
+        metrics.queue.observe(max(one.queue_ms for one in finished))
+        if cold_start_ms := max(one.cold_start_ms for one in finished):
+            metrics.cold_start.observe(cold_start_ms)
     observed = CURRENT.get()
     observed.model, observed.adapter = generation.model, generation.route.adapter
     observed.prompt_tokens, observed.completion_tokens = prompt_tokens, answer_tokens
@@ -272,7 +284,18 @@ async def _submit(services: Services, submit: Submit, index: int, rules: TextRul
         raise _no_engine() from None
     except ValueError:
         raise InvalidRequestError("The prompt is too long for this server.", code="capacity_exceeded") from None
-    return Answer(stream, index, rules)
+    return Answer(stream, index, rules, partial(_resubmit, services, submit))
+
+
+async def _resubmit(services: Services, submit: Submit) -> Stream | None:
+    """Submit a request again whose engine is gone before it had any token; None where nobody can take it."""
+    limit_s = services.settings.resubmit_limit_s
+    if not limit_s or services.drain.draining:
+        return None
+    try:
+        return await services.engine.resubmit(submit, limit_s)
+    except EngineBusyError:
+        return None
 
 
 def engine_welcome(services: Services) -> Welcome:

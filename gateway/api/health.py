@@ -7,8 +7,8 @@ import asyncio
 from aiohttp import web
 
 from stencilpress.gateway.errors import EngineLostError, UnavailableError
-from stencilpress.gateway.exposition import CONTENT_TYPE, render
-from stencilpress.gateway.peers import ask_peers
+from stencilpress.gateway.exposition import CONTENT_TYPE, Disk, render
+from stencilpress.gateway.peers import ask_metrics
 from stencilpress.gateway.services import SERVICES
 
 
@@ -18,14 +18,17 @@ async def healthz(_request: web.Request) -> web.Response:
 
 
 async def readyz(request: web.Request) -> web.Response:
-    """Requests can be answered: an engine is connected, the catalog answers, and no shutdown has begun."""
+    """Requests can be answered: an engine is connected and answers, the catalog answers, and no shutdown has begun."""
     services = request.app[SERVICES]
     if services.drain.draining:
         raise UnavailableError("The server is shutting down; try again shortly.")
     if not services.engine.ready:
         raise EngineLostError("The engine is not available; try again shortly.")
+    if not services.engine.responsive:
+        raise EngineLostError("The engine does not answer; try again shortly.")
     await services.db.ping()
-    return web.json_response({"status": "ready"})
+    warnings = services.settings.warnings
+    return web.json_response({"status": "ready", **({"warnings": warnings} if warnings else {})})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -33,7 +36,8 @@ async def metrics(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     settings = services.settings
     names = settings.peers.split(",")
-    others, engines = await asyncio.gather(ask_peers(names, settings.gateway), services.engine.stats())
+    others, engines = await asyncio.gather(ask_metrics(names, settings.gateway), services.engine.stats())
     snapshots = sorted([services.metrics.snapshot(), *others], key=lambda snapshot: snapshot.gateway)
-    body = render(snapshots, len(names), engines, settings.max_loras)
+    disk = await asyncio.to_thread(Disk.of, settings.data_folder)
+    body = render(snapshots, len(names), engines, settings.max_loras, disk=disk)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from stencilpress.engine.messages import Sampling, Welcome
 from stencilpress.gateway.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -16,8 +17,7 @@ LEAST_TOP_P = 1e-6
 """Stands for 0, which keeps the most likely token alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What an answer may use at most. ``default_max_tokens`` bounds a request that sets no limit of its own."""
 
     max_model_len: int

@@ -73,7 +73,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Beyond OpenAI, under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
@@ -182,10 +182,16 @@ def with_sampling(request: R, defaults: VersionDefaults) -> R:
 
 def with_system_prompt(request: ChatRequest, defaults: VersionDefaults) -> ChatRequest:
     """The request with its version's system prompt, unless it has one of its own."""
+    messages = with_system_message(request.messages, defaults)
+    return request if messages is request.messages else msgspec.structs.replace(request, messages=messages)
+
+
+def with_system_message(messages: list[ChatMessage], defaults: VersionDefaults) -> list[ChatMessage]:
+    """A chat with its version's system prompt, unless it has one of its own."""
     text = defaults.system_prompt
-    if text is None or any(CHAT_ROLES.get(message.role) == "system" for message in request.messages):
-        return request
-    return msgspec.structs.replace(request, messages=[ChatMessage("system", text), *request.messages])
+    if text is None or any(CHAT_ROLES.get(message.role) == "system" for message in messages):
+        return messages
+    return [ChatMessage("system", text), *messages]
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, str]:

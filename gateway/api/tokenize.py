@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -17,9 +18,12 @@ from stencilpress.gateway.api.schemas import (
     MAX_MESSAGES,
     ChatMessage,
     TemplateOptions,
+    Text,
     message_texts,
     parse_fields,
+    with_system_message,
 )
+from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import authenticate
@@ -30,7 +34,7 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A text or a chat. ``model`` is checked, if given; all have the base's tokenizer."""
+    """A text or a chat. All models have the base's tokenizer; one's version may bring a system prompt for chats."""
 
     model: ModelName | None = None
     prompt: str | None = None
@@ -39,6 +43,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    user: Text | None = None
+    """Tells a canary's users apart, as in a request for an answer."""
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +61,11 @@ async def tokenize(request: web.Request) -> web.Response:
     body = await read_body(request, services.settings)
     max_model_len = engine_welcome(services).max_model_len
 
-    def read() -> tuple[TokenizeRequest, list[int]]:
-        asked = parse_fields(body, TokenizeRequest, REFUSED)
-        return asked, _ids(services, asked, max_model_len)
-
-    asked, ids = await off_loop(services, caller.tenant_id, len(body), read)
-    await _check_model(services, caller, asked.model)
+    parse = partial(parse_fields, body, TokenizeRequest, REFUSED)
+    asked = await off_loop(services, caller.tenant_id, len(body), parse)
+    defaults = await _defaults_of(services, caller, asked)
+    size = len(body) + len(defaults.system_prompt or "")
+    ids = await off_loop(services, caller.tenant_id, size, partial(_ids, services, asked, defaults, max_model_len))
     strings = services.tokenizer.token_strings(ids) if asked.return_token_strs else None
     return _json({"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings})
 
@@ -70,14 +75,20 @@ async def detokenize(request: web.Request) -> web.Response:
     caller = await authenticate(request)
     body = await read_body(request, services.settings)
     asked, text = await off_loop(services, caller.tenant_id, len(body), lambda: _text(services, body))
-    await _check_model(services, caller, asked.model)
+    await _defaults_of(services, caller, asked)
     return _json({"prompt": text})
 
 
-async def _check_model(services: Services, caller: Principal, model: str | None) -> None:
-    if model is not None:
-        route = await services.router.resolve(caller.tenant_id, model)
-        check_model(caller, model, route.adapter)
+async def _defaults_of(
+    services: Services, caller: Principal, asked: TokenizeRequest | DetokenizeRequest
+) -> VersionDefaults:
+    """What the version brings along that a request for the model would get. Raises :class:`ModelNotFoundError`."""
+    if asked.model is None:
+        return NO_DEFAULTS
+    user = asked.user if isinstance(asked, TokenizeRequest) else None
+    route = await services.router.resolve(caller.tenant_id, asked.model, user or caller.key_id)
+    check_model(caller, asked.model, route.adapter)
+    return route.defaults
 
 
 def _text(services: Services, body: bytes) -> tuple[DetokenizeRequest, str]:
@@ -88,7 +99,7 @@ def _text(services: Services, body: bytes) -> tuple[DetokenizeRequest, str]:
     return asked, services.tokenizer.decode(asked.tokens)
 
 
-def _ids(services: Services, asked: TokenizeRequest, max_model_len: int) -> list[int]:
+def _ids(services: Services, asked: TokenizeRequest, defaults: VersionDefaults, max_model_len: int) -> list[int]:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequestError("Give either 'prompt' or 'messages'.", param="prompt")
     if asked.messages is not None:
@@ -96,7 +107,7 @@ def _ids(services: Services, asked: TokenizeRequest, max_model_len: int) -> list
             text = "'add_special_tokens' is for 'prompt': a chat template writes its own."
             raise InvalidRequestError(text, param="add_special_tokens")
         generation_prompt = asked.add_generation_prompt is not False
-        messages = message_texts(asked.messages)
+        messages = message_texts(with_system_message(asked.messages, defaults))
         return chat_ids(services.tokenizer, messages, asked.chat_template_kwargs, max_model_len, generation_prompt)
     try:
         special = asked.add_special_tokens is not False

@@ -1,16 +1,18 @@
 """``GET /v1/chat/ws``: chat over a WebSocket, in the words of OpenAI's Realtime API where they fit.
 
-A connection carries several responses at once, told apart by ``response_id``. Cookies play no part here: a
-connection is worth what its key is worth, so a page of another site can do nothing with it, and ``Origin`` is
-not looked at.
+A connection carries several responses at once, told apart by ``response_id``. Cookies play no part in
+``/v1/chat/ws``: a connection is worth what its key is worth, so a page of another site can do nothing with it, and
+``Origin`` is not looked at. The console serves the same by its sessions, and does look (``web/chat_socket.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +24,7 @@ from stencilpress.gateway.api.generate import Generation, OpenAnswers, answers, 
 from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.api.wire import chat_endpoint
 from stencilpress.gateway.errors import ApiError, AuthenticationError, InvalidRequestError, NotFoundError
+from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
 from stencilpress.gateway.observation import CURRENT, Observation
 from stencilpress.gateway.services import SERVICES, Services
@@ -57,15 +60,25 @@ class CancelResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     event_id: str | None = None
 
 
+Who = Callable[[], Awaitable[Principal]]
+"""Says who asks, anew for each response: a key may have been revoked since, a session may have ended. Raises
+:class:`AuthenticationError`, :class:`PermissionDeniedError`."""
+
 _decode = msgspec.json.Decoder(Authenticate | CreateResponse | CancelResponse).decode
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Authenticate by header before the upgrade or by the first event after it, then serve until either side ends."""
+    if "Authorization" not in request.headers:
+        return await serve_chat(request, None)
+    who = partial(authenticate_token, request, bearer_token(request))
+    await who()
+    return await serve_chat(request, who)
+
+
+async def serve_chat(request: web.Request, who: Who | None) -> web.StreamResponse:
+    """Upgrade the connection and serve it for ``who``; None waits for a key in the first event."""
     services = request.app[SERVICES]
-    token = bearer_token(request) if "Authorization" in request.headers else None
-    if token is not None:
-        await authenticate_token(request, token)
     ws = web.WebSocketResponse(
         heartbeat=HEARTBEAT_S,
         autoping=False,
@@ -77,7 +90,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     services.websockets.add(ws)
     with services.metrics.websockets_open.track_inprogress():
         connection = ChatConnection(request, ws, services)
-        if await connection.open(token):
+        if await connection.open(who):
             await connection.serve()
     await ws.close()
     return ws
@@ -107,15 +120,15 @@ class ChatConnection:
         self._request = request
         self._ws = ws
         self._services = services
-        self._token = ""
+        self._who: Who = _nobody
         self._endpoint = chat_endpoint(services.tokenizer.table)
         self._responses: dict[str, _Response] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, token: str | None) -> bool:
-        """Learn the caller's key, which a header may have shown already. False if the connection has been refused."""
+    async def open(self, who: Who | None) -> bool:
+        """Learn who asks, by a key if that is not known already. False if the connection has been refused."""
         try:
-            self._token = token if token is not None else await self._first_event()
+            self._who = who or await self._first_event()
         except ApiError as error:
             await self._send_error(error, None)
             await self._ws.close(code=WSCloseCode.POLICY_VIOLATION)
@@ -135,7 +148,7 @@ class ChatConnection:
             if self._tasks:
                 await asyncio.wait(self._tasks)
 
-    async def _first_event(self) -> str:
+    async def _first_event(self) -> Who:
         try:
             async with asyncio.timeout(AUTHENTICATE_LIMIT_S):
                 message = await self._next()
@@ -144,8 +157,9 @@ class ChatConnection:
             event = None
         if not isinstance(event, Authenticate):
             raise AuthenticationError("Send an Authorization header, or session.authenticate as the first event.")
-        await authenticate_token(self._request, event.api_key)
-        return event.api_key
+        who = partial(authenticate_token, self._request, event.api_key)
+        await who()
+        return who
 
     async def _next(self) -> WSMessage:
         """The next message; pings are answered. Other tasks get a turn per frame, since one packet holds thousands."""
@@ -214,7 +228,7 @@ class ChatConnection:
 
     async def _answer(self, response: _Response, body: msgspec.Raw, arrived_at: float) -> None:
         services = self._services
-        caller = await authenticate_token(self._request, self._token)  # the key may have been revoked since
+        caller = await self._who()
         asked, route, prompt = await read_chat(services, caller, body)
         generation = await plan_generation(services, caller, route, _streamed(asked), [prompt], "messages")
         response.model, response.metadata = generation.model, asked.metadata
@@ -269,6 +283,10 @@ class ChatConnection:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise SlowClientError("the client does not read") from None
+
+
+async def _nobody() -> Principal:
+    raise AuthenticationError("This connection is not authenticated yet.")
 
 
 def _read_event(kind: WSMsgType, data: Any) -> Authenticate | CreateResponse | CancelResponse:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog.aliases import locked_adapter, locked_tenant, move_alias, point_first
+from stencilpress.gateway.catalog.aliases import guard_of, locked_adapter, locked_tenant, move_alias, point_first
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.limits import to_limits
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, ShareRow, TenantRow, VersionRow
@@ -223,6 +223,12 @@ def _versions_of(tenant_id: int, name: str) -> Select[VersionRow]:
     return joined.where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name, *live)
 
 
+async def stored(db: Database, tenant_id: int) -> tuple[int, int]:
+    """What counts against a tenant's ``max_adapters`` and ``stored_bytes``, what is not purged yet included."""
+    async with db.read() as session:
+        return await _adapter_count(session, tenant_id), await _stored_bytes(session, tenant_id)
+
+
 async def _live_row(session: AsyncSession, adapter: AdapterRow, number: int) -> VersionRow | None:
     row = await session.get(VersionRow, (adapter.id, number)) if 0 < number < 2**31 else None
     return row if row is not None and row.deleted_at is None else None
@@ -242,7 +248,7 @@ async def _find_or_create(session: AsyncSession, tenant: TenantRow, name: str) -
         return adapter
     if await session.scalar(select(ShareRow.name).where(ShareRow.tenant_id == tenant.id, ShareRow.name == name)):
         raise ConflictError(f"name: an adapter {name!r} is shared with this tenant; take another name", param="name")
-    count = await session.scalar(select(func.count()).select_from(AdapterRow).where(mine)) or 0
+    count = await _adapter_count(session, tenant.id)
     if count >= tenant.max_adapters:
         text = f"the tenant has {count} adapters and its max_adapters is {tenant.max_adapters}"
         raise _over_limit("max_adapters", text)
@@ -258,14 +264,23 @@ async def _check_room(session: AsyncSession, tenant: TenantRow, adapter: Adapter
     if count >= tenant.max_versions:
         text = f"the adapter has {count} versions and the tenant's max_versions is {tenant.max_versions}"
         raise _over_limit("max_versions", text)
-    sizes = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
-    stored = int(await session.scalar(sizes.where(AdapterRow.tenant_id == tenant.id)) or 0)
+    stored = await _stored_bytes(session, tenant.id)
     if stored + new.size_bytes > tenant.stored_bytes:
         text = (
             f"{new.size_bytes} bytes on top of {stored} stored are more than the tenant's stored_bytes "
             f"{tenant.stored_bytes}"
         )
         raise _over_limit("stored_bytes", text)
+
+
+async def _adapter_count(session: AsyncSession, tenant_id: int) -> int:
+    counted = select(func.count()).select_from(AdapterRow).where(AdapterRow.tenant_id == tenant_id)
+    return await session.scalar(counted) or 0
+
+
+async def _stored_bytes(session: AsyncSession, tenant_id: int) -> int:
+    sizes = select(func.coalesce(func.sum(VersionRow.size_bytes), 0)).join(AdapterRow)
+    return int(await session.scalar(sizes.where(AdapterRow.tenant_id == tenant_id)) or 0)
 
 
 async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -> VersionRow:
@@ -310,7 +325,10 @@ def _to_adapter(row: AdapterRow, deleted: bool = False) -> Adapter:
         created_at=row.created_at,
         versions=tuple(_to_version(one, row.name) for one in row.versions if deleted or one.deleted_at is None),
         aliases={alias.name: alias.version for alias in row.aliases},
-        canaries={canary.alias: Canary(canary.version, canary.percent) for canary in row.canaries},
+        canaries={
+            canary.alias: Canary(canary.version, canary.percent, guard_of(canary.guard)) for canary in row.canaries
+        },
         moves={alias.name: alias.move_id for alias in row.aliases},
         deleted_at=row.deleted_at,
+        kept=row.kept,
     )

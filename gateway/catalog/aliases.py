@@ -6,10 +6,12 @@ the same state one wins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -25,7 +27,14 @@ from stencilpress.gateway.catalog.models import (
     TenantRow,
     VersionRow,
 )
-from stencilpress.gateway.catalog.records import Alias, AliasMove, AliasTarget, Canary, Expected
+from stencilpress.gateway.catalog.records import (
+    Alias,
+    AliasMove,
+    AliasTarget,
+    Canary,
+    CanaryGuard,
+    Expected,
+)
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import (
     AliasMovedError,
@@ -38,6 +47,12 @@ from stencilpress.gateway.names import DEFAULT_ALIAS, check_alias_name, is_name
 
 MAX_HISTORY = 200
 UNCHECKED = Expected()
+GUARD_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_error_share": (0, 1),
+    "max_ttft_ratio": (1, 100),
+    "min_requests": (1, 1_000_000),
+    "window_s": (60, 86_400),
+}
 
 
 async def move_alias(
@@ -97,15 +112,45 @@ async def roll_back(
         if row is None:
             raise NotFoundError(f"alias: {name}@{alias} does not exist", param="alias")
         _check_expected(name, alias, row, expected)
-        earlier = await _parent(session, await _move(session, row, row.move_id), row)
-        while earlier is not None and not await _stands(session, adapter.id, _target_of(earlier)):
-            earlier = await _parent(session, earlier, row)
+        earlier = await _earlier(session, row)
         target = _target_of(earlier) if earlier is not None else None
         if earlier is None or target is None:
             raise ConflictError(f"alias: {name}@{alias} has no earlier state to go back to", param="alias")
         before = _facts(await _state(session, row))
         audit(session, actor, "alias.rollback", _subject(adapter, alias), before, _facts(target))
         return await _apply(session, adapter, alias, target, _Cause("rollback", earlier.parent_id, actor, reason))
+
+
+async def rollback_target(db: Database, tenant_id: int, name: str, alias: str) -> AliasTarget | None:
+    """Where :func:`roll_back` would go now; None if there is nothing. Raises :class:`NotFoundError`."""
+    async with db.read() as session:
+        adapter = await find_adapter(session, tenant_id, name)
+        row = await session.get(AliasRow, (adapter.id, alias))
+        earlier = await _earlier(session, row) if row is not None else None
+        return _target_of(earlier) if earlier is not None else None
+
+
+async def withdraw_canary(
+    db: Database, tenant_id: int, name: str, alias: str, *, move_id: int, reason: str, actor: Actor = SYSTEM
+) -> Alias:
+    """Take an alias's canary away and leave its version, if ``move_id`` is still the last move: a rollback.
+
+    Raises as :func:`move_alias`, and :class:`ConflictError` if there is no canary.
+    """
+    async with db.write() as session:
+        adapter = await locked_adapter(session, tenant_id, name)
+        row = await session.get(AliasRow, (adapter.id, alias))
+        _check_expected(name, alias, row, Expected(move_id=move_id))
+        before = await _state(session, row)
+        if row is None or before is None or before.canary is None:
+            raise ConflictError(f"alias: {name}@{alias} has no canary", param="alias")
+        target = AliasTarget(before.version)
+        parent = await _move(session, row, row.move_id)
+        while parent is not None and _target_of(parent) != target:
+            parent = await _parent(session, parent, row)
+        audit(session, actor, "alias.rollback", _subject(adapter, alias), _facts(before), _facts(target))
+        cause = _Cause("rollback", parent.parent_id if parent is not None else None, actor, reason)
+        return await _apply(session, adapter, alias, target, cause)
 
 
 async def remove_alias(
@@ -210,6 +255,14 @@ class _Cause:
     reason: str = ""
 
 
+async def _earlier(session: AsyncSession, row: AliasRow) -> AliasMoveRow | None:
+    """The move before an alias's last one whose versions are still there."""
+    earlier = await _parent(session, await _move(session, row, row.move_id), row)
+    while earlier is not None and not await _stands(session, row.adapter_id, _target_of(earlier)):
+        earlier = await _parent(session, earlier, row)
+    return earlier
+
+
 async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Cause) -> Alias:
     made = _move_row(adapter.id, alias, target, move)
     session.add(made)
@@ -231,6 +284,7 @@ def _move_row(adapter_id: int, alias: str, target: AliasTarget | None, move: _Ca
         version=target.version if target is not None else 0,
         canary_version=canary.version if canary is not None else None,
         canary_percent=canary.percent if canary is not None else None,
+        canary_guard=_stored_guard(canary),
         parent_id=move.parent or None,
         actor=move.actor.name[:100],
         reason=move.reason[:500],
@@ -247,10 +301,10 @@ def _facts(target: AliasTarget | None) -> dict[str, Any] | None:
     if target is None:
         return None
     canary = target.canary
-    return {
-        "version": target.version,
-        "canary": None if canary is None else {"version": canary.version, "percent": canary.percent},
-    }
+    if canary is None:
+        return {"version": target.version, "canary": None}
+    guard = {} if canary.guard is None else {"guard": _stored_guard(canary)}
+    return {"version": target.version, "canary": {"version": canary.version, "percent": canary.percent, **guard}}
 
 
 async def _move(session: AsyncSession, alias: AliasRow, move_id: int | None) -> AliasMoveRow | None:
@@ -267,7 +321,9 @@ async def _set_canary(session: AsyncSession, adapter_id: int, alias: str, canary
     if canary is None:
         await session.execute(delete(CanaryRow).where(CanaryRow.adapter_id == adapter_id, CanaryRow.alias == alias))
     else:
-        session.add(CanaryRow(adapter_id=adapter_id, alias=alias, version=canary.version, percent=canary.percent))
+        row = CanaryRow(adapter_id=adapter_id, alias=alias, version=canary.version, percent=canary.percent)
+        row.guard = _stored_guard(canary)
+        session.add(row)
         await session.flush()
 
 
@@ -275,7 +331,9 @@ async def _state(session: AsyncSession, row: AliasRow | None) -> AliasTarget | N
     if row is None:
         return None
     canary = await session.get(CanaryRow, (row.adapter_id, row.name))
-    return AliasTarget(row.version, Canary(canary.version, canary.percent) if canary is not None else None)
+    if canary is None:
+        return AliasTarget(row.version)
+    return AliasTarget(row.version, Canary(canary.version, canary.percent, guard_of(canary.guard)))
 
 
 def _target_of(move: AliasMoveRow) -> AliasTarget | None:
@@ -283,7 +341,7 @@ def _target_of(move: AliasMoveRow) -> AliasTarget | None:
         return None
     canary = None
     if move.canary_version is not None and move.canary_percent is not None:
-        canary = Canary(move.canary_version, move.canary_percent)
+        canary = Canary(move.canary_version, move.canary_percent, guard_of(move.canary_guard))
     return AliasTarget(move.version, canary)
 
 
@@ -303,6 +361,18 @@ async def _check_version(session: AsyncSession, adapter: AdapterRow, number: int
         raise NotFoundError(f"version: {adapter.name}@{number} does not exist", param="version")
 
 
+def guard_of(stored: dict[str, Any] | None) -> CanaryGuard | None:
+    """A canary's guard as a row holds it."""
+    return None if stored is None else msgspec.convert(stored, CanaryGuard, strict=False)
+
+
+def _stored_guard(canary: Canary | None) -> dict[str, Any] | None:
+    if canary is None or canary.guard is None:
+        return None
+    stored: dict[str, Any] = msgspec.to_builtins(canary.guard)
+    return stored
+
+
 def _check_canary(target: AliasTarget) -> None:
     canary = target.canary
     if canary is None:
@@ -313,6 +383,18 @@ def _check_canary(target: AliasTarget) -> None:
         )
     if canary.version == target.version:
         raise InvalidRequestError("canary.version: is the alias's own version", param="canary.version")
+    if canary.guard is not None:
+        _check_guard(canary.guard)
+
+
+def _check_guard(guard: CanaryGuard) -> None:
+    if guard.max_error_share is None and guard.max_ttft_ratio is None:
+        raise InvalidRequestError("canary.guard: sets no limit", param="canary.guard")
+    for name, (low, high) in GUARD_RANGES.items():
+        value = getattr(guard, name)
+        if value is not None and not low <= value <= high:
+            text = f"must be between {low:g} and {high:g}, got {value:g}"
+            raise InvalidRequestError(f"canary.guard.{name}: {text}", param=f"canary.guard.{name}")
 
 
 def _check_expected(name: str, alias: str, row: AliasRow | None, expected: Expected) -> None:

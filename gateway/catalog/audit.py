@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -70,19 +70,42 @@ def audit(
 
 
 async def list_audit(
-    db: Database, *, tenant_id: int | None = None, target: str = "", before_id: int | None = None, limit: int = 50
+    db: Database,
+    *,
+    tenant_id: int | None = None,
+    target: str = "",
+    actor: str = "",
+    action: str = "",
+    before_id: int | None = None,
+    limit: int = 50,
 ) -> tuple[AuditEntry, ...]:
-    """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None."""
+    """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None.
+
+    ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``.
+    """
     query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
     if tenant_id is not None:
         query = query.where(AuditRow.tenant_id == tenant_id)
     if target:
         query = query.where(AuditRow.target == target)
+    if actor:
+        query = query.where(AuditRow.actor == actor)
+    if action:
+        query = query.where(AuditRow.action.startswith(action, autoescape=True))
     if before_id is not None:
         query = query.where(AuditRow.id < before_id)
     async with db.read() as session:
         rows = await session.execute(query.order_by(AuditRow.id.desc()).limit(limit))
         return tuple(_to_entry(row, tenant) for row, tenant in rows)
+
+
+async def actors_of(db: Database, tenant_id: int, action: str, targets: Sequence[str]) -> dict[str, str]:
+    """Who first made a change to each of some things of a tenant, such as who added a version."""
+    query = select(AuditRow.target, AuditRow.actor).where(
+        AuditRow.tenant_id == tenant_id, AuditRow.action == action, AuditRow.target.in_(targets)
+    )
+    async with db.read() as session:
+        return {row.target: row.actor for row in await session.execute(query.order_by(AuditRow.id.desc()))}
 
 
 def _plain(state: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import tenant_row
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 
-_OWNED = (SmokeRunRow, SmokeSuiteRow, ShareRow, CanaryRow, AliasRow, AliasMoveRow, VersionRow)
+OWNED = (SmokeRunRow, SmokeSuiteRow, ShareRow, CanaryRow, AliasRow, AliasMoveRow, VersionRow)
 """What goes with an adapter, in an order that foreign keys allow."""
 
 
@@ -102,7 +102,7 @@ async def purge(db: Database, before: datetime, digests: frozenset[str]) -> int:
         has_versions = select(VersionRow.adapter_id)
         empty = select(AdapterRow).where(AdapterRow.deleted_at < before, AdapterRow.id.not_in(has_versions))
         for adapter in list(await session.scalars(empty.order_by(AdapterRow.id).with_for_update())):
-            for table in _OWNED:
+            for table in OWNED:
                 await session.execute(delete(table).where(table.adapter_id == adapter.id))
             await session.delete(adapter)
     return len(doomed)
@@ -219,12 +219,29 @@ async def record_run(
         return _to_run(row)
 
 
+async def count_runs(db: Database, tenant_id: int, since: datetime) -> int:
+    """How often versions of a tenant's adapters have been asked since then."""
+    query = select(func.count()).select_from(SmokeRunRow).join(AdapterRow, SmokeRunRow.adapter_id == AdapterRow.id)
+    async with db.read() as session:
+        return await session.scalar(query.where(AdapterRow.tenant_id == tenant_id, SmokeRunRow.at > since)) or 0
+
+
 async def list_runs(db: Database, tenant_id: int, name: str, number: int, limit: int = 20) -> tuple[SmokeRun, ...]:
     """The outcomes for one version, newest first. Raises :class:`NotFoundError` for the adapter."""
     async with db.read() as session:
         adapter = await find_adapter(session, tenant_id, name)
         query = select(SmokeRunRow).where(SmokeRunRow.adapter_id == adapter.id, SmokeRunRow.version == number)
         return tuple(_to_run(row) for row in await session.scalars(query.order_by(SmokeRunRow.id.desc()).limit(limit)))
+
+
+async def last_runs(db: Database, tenant_id: int, name: str) -> dict[int, SmokeRun]:
+    """The last run of each version of an adapter that has had one. Raises :class:`NotFoundError`."""
+    async with db.read() as session:
+        adapter = await find_adapter(session, tenant_id, name, deleted=True)
+        mine = SmokeRunRow.adapter_id == adapter.id
+        newest = select(func.max(SmokeRunRow.id)).where(mine).group_by(SmokeRunRow.version)
+        rows = await session.scalars(select(SmokeRunRow).where(SmokeRunRow.id.in_(newest)))
+        return {row.version: _to_run(row) for row in rows}
 
 
 def _to_run(row: SmokeRunRow) -> SmokeRun:

@@ -26,6 +26,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
+from stencilpress.gateway.catalog.records import Keeping
+
 
 class UtcDateTime(TypeDecorator[datetime]):
     """An instant. SQLite keeps no zone, so values are stored in UTC and come back aware."""
@@ -147,6 +149,9 @@ class AdapterRow(Table):
     __table_args__: Any = (
         UniqueConstraint("tenant_id", "name"),
         _length("name", 1, 63),
+        Index(
+            "ix_adapters_kept", "kept", sqlite_where=text("kept IS NOT NULL"), postgresql_where=text("kept IS NOT NULL")
+        ),
         {"sqlite_autoincrement": True},
     )
 
@@ -155,6 +160,8 @@ class AdapterRow(Table):
     name: Mapped[str] = mapped_column(String(63))
     created_at: Mapped[datetime]
     deleted_at: Mapped[datetime | None]
+    kept: Mapped[Keeping | None] = mapped_column(String(8))
+    """``pin``, ``preload``, or nothing of the kind."""
 
     versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
     aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")
@@ -170,6 +177,7 @@ class VersionRow(Table):
     __table_args__: Any = (
         UniqueConstraint("adapter_id", "digest"),
         CheckConstraint("number >= 1", "number_positive"),
+        Index(None, "digest"),  # an engine knows nothing else of a version
         _length("digest", 64, 64),
         _length("base_id", 1, 200),
     )
@@ -219,6 +227,8 @@ class CanaryRow(Table):
     alias: Mapped[str] = mapped_column(String(63), primary_key=True)
     version: Mapped[int]
     percent: Mapped[int]
+    guard: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
+    """A :class:`CanaryGuard`."""
 
 
 class AliasMoveRow(Table):
@@ -226,7 +236,10 @@ class AliasMoveRow(Table):
     says that the alias was removed."""
 
     __tablename__ = "alias_moves"
-    __table_args__: Any = (Index("ix_alias_moves_adapter_id_alias", "adapter_id", "alias"),)
+    __table_args__: Any = (
+        Index("ix_alias_moves_adapter_id_alias", "adapter_id", "alias"),
+        Index("ix_alias_moves_kind_at", "kind", "at"),
+    )
 
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"))
@@ -235,6 +248,7 @@ class AliasMoveRow(Table):
     version: Mapped[int]
     canary_version: Mapped[int | None]
     canary_percent: Mapped[int | None]
+    canary_guard: Mapped[dict[str, Any] | None] = mapped_column(_OptionalJson)
     parent_id: Mapped[int | None] = mapped_column(BigInteger)
     actor: Mapped[str] = mapped_column(String(100))
     reason: Mapped[str] = mapped_column(String(500))
@@ -345,7 +359,25 @@ class UsageRequestRow(Table):
     rolled_up: Mapped[bool] = mapped_column(default=False)
 
 
-class UsageRollupRow(Table):
+class _UsageSums:
+    """What all roll-ups of usage sum up: histograms and errors as gateway/catalog/usage_sums.py packs them."""
+
+    requests: Mapped[int] = mapped_column(BigInteger)
+    failures: Mapped[int] = mapped_column(BigInteger)
+    cold_starts: Mapped[int] = mapped_column(BigInteger)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger)
+    undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
+    duration_ms: Mapped[float] = mapped_column(Double, server_default=text("0"))
+    ttft: Mapped[bytes] = mapped_column(LargeBinary)
+    inter_token: Mapped[bytes] = mapped_column(LargeBinary)
+    queue: Mapped[bytes] = mapped_column(LargeBinary)
+    cold_start: Mapped[bytes | None] = mapped_column(LargeBinary)
+    errors: Mapped[bytes | None] = mapped_column(LargeBinary)
+
+
+class UsageRollupRow(_UsageSums, Table):
     """Sums over the requests of one tenant and adapter that were admitted in one minute, hour or day (UTC)."""
 
     __tablename__ = "usage_rollups"
@@ -359,16 +391,90 @@ class UsageRollupRow(Table):
     period: Mapped[str] = mapped_column(String(6), primary_key=True)
     starts_at: Mapped[datetime] = mapped_column(primary_key=True)
     adapter: Mapped[str] = mapped_column(String(63), primary_key=True)
+
+
+class UsageVersionRollupRow(_UsageSums, Table):
+    """The same of one version of an adapter, for minutes and hours: versions are compared, not billed."""
+
+    __tablename__ = "usage_version_rollups"
+    __table_args__: Any = (
+        Index("ix_usage_version_rollups_period_starts_at", "period", "starts_at"),
+        CheckConstraint("period IN ('minute', 'hour')", "period_known"),
+    )
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    adapter: Mapped[str] = mapped_column(String(63), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+
+
+class UsageTenantRollupRow(_UsageSums, Table):
+    """The same of all of a tenant's requests, and, as tenant 0, of everybody's."""
+
+    __tablename__ = "usage_tenant_rollups"
+    __table_args__: Any = (
+        Index("ix_usage_tenant_rollups_period_starts_at", "period", "starts_at"),
+        CheckConstraint("period IN ('minute', 'hour', 'day')", "period_known"),
+    )
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+
+
+class UsageRankRow(Table):
+    """Some numbers of the roll-ups of hours and days once more, in narrow rows in the order of time: who is on top of
+    a month is found among hundreds of thousands of them."""
+
+    __tablename__ = "usage_ranks"
+    __table_args__: Any = (
+        Index("ix_usage_ranks_tenant_id_period_starts_at", "tenant_id", "period", "starts_at"),
+        CheckConstraint("period IN ('hour', 'day')", "period_known"),
+    )
+
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    adapter: Mapped[str] = mapped_column(String(63), primary_key=True)
     requests: Mapped[int] = mapped_column(BigInteger)
     failures: Mapped[int] = mapped_column(BigInteger)
     cold_starts: Mapped[int] = mapped_column(BigInteger)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger)
-    undelivered_tokens: Mapped[int] = mapped_column(BigInteger)
-    ttft: Mapped[bytes] = mapped_column(LargeBinary)
-    inter_token: Mapped[bytes] = mapped_column(LargeBinary)
-    queue: Mapped[bytes] = mapped_column(LargeBinary)
+    tokens: Mapped[int] = mapped_column(BigInteger)
+
+
+class QuotaRefusalRow(Table):
+    """Requests that a tenant's quota refused in a minute or an hour; as tenant 0 everybody's."""
+
+    __tablename__ = "quota_refusals"
+    __table_args__: Any = (
+        Index("ix_quota_refusals_period_starts_at", "period", "starts_at"),
+        CheckConstraint("period IN ('minute', 'hour')", "period_known"),
+    )
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+    dimension: Mapped[str] = mapped_column(String(24), primary_key=True)
+    refused: Mapped[int] = mapped_column(BigInteger)
+    watched: Mapped[int] = mapped_column(BigInteger)
+    """Over a limit that was only watched."""
+
+
+class EngineSampleRow(Table):
+    """What one engine did in a minute or an hour; see gateway/usage/engine_sums.py. Always read as a whole."""
+
+    __tablename__ = "engine_samples"
+    __table_args__: Any = (
+        Index("ix_engine_samples_period_starts_at", "period", "starts_at"),
+        CheckConstraint("period IN ('minute', 'hour')", "period_known"),
+    )
+
+    server: Mapped[str] = mapped_column(String(63), primary_key=True)
+    engine: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    period: Mapped[str] = mapped_column(String(6), primary_key=True)
+    starts_at: Mapped[datetime] = mapped_column(primary_key=True)
+    sums: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class JobLeaseRow(Table):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from stencilpress.gateway.access import EVERYTHING, Role, Scopes
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.quota.plan import UNLIMITED, Quota
+
+Keeping = Literal["pin", "preload"]
+"""What an operator may do about an adapter: keep it in the engines' memory, or have it brought in at their start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +142,26 @@ class AddedVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryGuard:
+    """When a canary is taken back by itself; None sets no limit. See gateway/lifecycle/canary.py."""
+
+    max_error_share: float | None = None
+    """Share of its requests that may fail."""
+    max_ttft_ratio: float | None = None
+    """Its p95 of the first token by that of the version beside it."""
+    min_requests: int = 50
+    """Fewer decide nothing."""
+    window_s: int = 600
+    """Only requests of the last seconds count, and only since the alias was moved."""
+
+
+@dataclass(frozen=True, slots=True)
 class Canary:
     """The version that ``percent`` of an alias's users get in place of its own."""
 
     version: int
     percent: int
+    guard: CanaryGuard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +259,7 @@ class Adapter:
     moves: Mapping[str, int] = field(default_factory=dict)
     """By alias the ``move_id`` in effect."""
     deleted_at: datetime | None = None
+    kept: Keeping | None = None
 
 
 def find_version_of(adapter: Adapter, number: int) -> Version:

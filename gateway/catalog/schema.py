@@ -13,7 +13,11 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
+from stencilpress.gateway.catalog import account_models, alert_models, models
 from stencilpress.gateway.catalog.session import Database
+
+TABLES = (models, account_models, alert_models)
+"""The modules whose tables are the schema: whoever migrates or exports it has loaded them all."""
 
 
 class SchemaError(RuntimeError):

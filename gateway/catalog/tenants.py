@@ -21,6 +21,8 @@ from stencilpress.gateway.errors import ConflictError, NotFoundError
 from stencilpress.gateway.names import check_tenant_name, is_name
 
 SALT_BYTES = 32
+TOMBSTONE = "purged:"
+"""How the name of a row begins whose tenant was erased: no name that anybody may give or ask for has a colon."""
 
 
 async def create_tenant(
@@ -49,7 +51,8 @@ async def list_tenants(
     db: Database, *, after: str = "", prefix: str = "", limit: int | None = None, deleted: bool = False
 ) -> tuple[Tenant, ...]:
     """Tenants by name, those after ``after`` whose name begins with ``prefix``; disabled ones included."""
-    query = select(TenantRow).where(TenantRow.name > after).order_by(TenantRow.name).limit(limit)
+    query = select(TenantRow).where(TenantRow.name > after, ~TenantRow.name.startswith(TOMBSTONE))
+    query = query.order_by(TenantRow.name).limit(limit)
     if prefix:
         query = query.where(TenantRow.name >= prefix, TenantRow.name < prefix + "\x7f")  # names are ASCII
     if not deleted:

@@ -2,7 +2,7 @@
 
 The first line is a header, the last one the number of rows; between them are the rows of :data:`EXPORTED`, parents
 first. Ids that the database gives out are given out anew on import, so a file fits beside what is there. It holds the
-hashes of keys and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it.
+hashes of keys and passwords and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.catalog.alert_models import AlertRuleRow
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
@@ -28,6 +29,7 @@ from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 FORMAT = "stencilpress-catalog"
 EXPORTED = (
     "tenants",
+    "users",
     "api_keys",
     "adapters",
     "versions",
@@ -36,10 +38,29 @@ EXPORTED = (
     "canaries",
     "adapter_shares",
     "smoke_suites",
+    "alert_rules",
+    "alert_webhooks",
 )
 """In this order: what a row refers to comes before it."""
-NOT_EXPORTED = ("audit_log", "usage_requests", "usage_rollups", "smoke_runs", "catalog_stamps", "job_leases")
-"""The history of this installation, and what only means something beside its gateways."""
+NOT_EXPORTED = (
+    "audit_log",
+    "usage_requests",
+    "usage_rollups",
+    "usage_version_rollups",
+    "usage_tenant_rollups",
+    "usage_ranks",
+    "quota_refusals",
+    "engine_samples",
+    "smoke_runs",
+    "catalog_stamps",
+    "job_leases",
+    "alert_incidents",
+    "alert_deliveries",
+    "console_sessions",
+    "one_time_links",
+    "sign_in_attempts",
+)
+"""The history of this installation, and what only means something beside its gateways. People sign in anew."""
 LOOSE_REFERENCES: Mapping[tuple[str, str], int | None] = {("aliases", "move_id"): 0, ("alias_moves", "parent_id"): None}
 """Columns that name a row of ``alias_moves`` without a foreign key, with what stands there for none."""
 BATCH_ROWS = 500
@@ -144,7 +165,7 @@ class _Arrival:
     async def _take(self, table: SqlTable, raw: Mapping[str, Any]) -> None:
         row = self._renumbered(table, _converted(table, raw))
         own = _given_by_database(table)
-        if row is None or (table is TenantRow.__table__ and await self._exists(row["name"])):
+        if row is None or await self._stands(table, row):
             if own is not None:
                 self._ids.setdefault(own, {})[raw[own.name]] = None
             return
@@ -181,6 +202,15 @@ class _Arrival:
                 return None
             row = {**row, column.name: ours}
         return row
+
+    async def _stands(self, table: SqlTable, row: Mapping[str, Any]) -> bool:
+        """Whether a row is to give way to one that is here: a tenant of its name, a rule of all tenants of its kind."""
+        if table is TenantRow.__table__:
+            return await self._exists(row["name"])
+        if not self.skip_existing or table is not AlertRuleRow.__table__ or row["tenant_id"] is not None:
+            return False
+        same = (AlertRuleRow.tenant_id.is_(None), AlertRuleRow.kind == row["kind"])
+        return await self.session.scalar(select(AlertRuleRow.id).where(*same)) is not None
 
     async def _exists(self, name: str) -> bool:
         if not self.skip_existing or not await self.session.scalar(select(TenantRow.id).where(TenantRow.name == name)):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, fields
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Row, select, tuple_
 
-from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow
+from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage import SECONDS, Period, UsageSum, stored_sum
 from stencilpress.gateway.errors import InvalidRequestError
@@ -57,6 +57,42 @@ async def usage_by_adapter(
         stored = select(UsageRollupRow.__table__).where(*span, row.adapter.in_(adapters))
         rows = (await session.execute(stored)).all()
     return await asyncio.to_thread(_added_up, adapters, rows)  # tens of milliseconds: streams must not wait for it
+
+
+@dataclass(frozen=True, slots=True)
+class DayUsage:
+    """What all of a tenant's requests of one day (UTC) used."""
+
+    day: date
+    requests: int = 0
+    failures: int = 0
+    cold_starts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    undelivered_tokens: int = 0
+
+
+async def usage_by_day(db: Database, tenant_id: int, first: date, last: date) -> list[DayUsage]:
+    """Every day of a span, those without requests as well. Raises :class:`InvalidRequestError` for a bad span."""
+    start, end = _midnight(first), _midnight(last) + timedelta(days=1)
+    time_span("day", start, end)
+    row = UsageTenantRollupRow
+    names = [field.name for field in fields(DayUsage) if field.name != "day"]
+    query = select(row.starts_at, *(getattr(row, name) for name in names)).where(
+        row.tenant_id == tenant_id, row.period == "day", row.starts_at >= start, row.starts_at < end
+    )
+    async with db.read() as session:
+        found = {one.starts_at.date(): one for one in await session.execute(query)}
+    days = [first + timedelta(days=at) for at in range((last - first).days + 1)]
+    return [
+        DayUsage(day, **{name: getattr(found[day], name) for name in names}) if day in found else DayUsage(day)
+        for day in days
+    ]
+
+
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)
 
 
 def _added_up(adapters: Sequence[str], rows: Sequence[Row[Any]]) -> list[tuple[str, UsageSum]]:

@@ -18,6 +18,7 @@ from stencilpress.gateway.errors import AdapterUnavailableError, InvalidAdapterE
 from stencilpress.gateway.intake import IntakeError
 from stencilpress.gateway.intake_records import Dtype
 from stencilpress.gateway.lifecycle.cold import ColdTier, ColdTierError
+from stencilpress.gateway.lifecycle.contents import Contents, read_contents
 from stencilpress.gateway.lifecycle.diff import Diff, diff_versions
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.leases import Leases
@@ -94,6 +95,14 @@ class AdapterDesk:
                 return await diff_versions(folders[0], folders[1], self.model_dir, self.dtype)
             except TimeoutError:
                 raise WorkerError("the comparison took too long") from None
+
+    async def contents(self, version: Version, tenant_id: int) -> Contents:
+        """What a version consists of. Raises :class:`AdapterUnavailableError`."""
+        async with self.using(version.digest, tenant_id):
+            try:
+                return await read_contents(self.blobs.folder(version.digest))
+            except OSError as error:
+                raise AdapterUnavailableError("The files of this version cannot be read.") from error
 
     async def _fetch_once(self, digest: str, tenant_id: int) -> None:
         """However many requests wait for it. It goes on if one that waits leaves."""

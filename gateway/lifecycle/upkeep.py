@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from stencilpress.gateway.blobs import BlobStore
+from stencilpress.gateway.catalog.erasure import purge_deleted_tenants
 from stencilpress.gateway.catalog.lifecycle import digests_in_use, list_purgeable, purge
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import UnavailableError
@@ -39,12 +40,21 @@ async def purge_deleted(db: Database, blobs: BlobStore, grace: timedelta) -> int
     return purged
 
 
-async def tend(desk: AdapterDesk, grace: timedelta, local_bytes: int) -> None:
+async def purge_tenants(db: Database, grace: timedelta | None) -> None:
+    """Erase the tenants that were deleted ``grace`` ago; None erases nobody."""
+    if grace is None:
+        return
+    for erased in await purge_deleted_tenants(db, datetime.now(UTC) - grace):
+        logger.info("purged a deleted tenant, now %s", erased.tombstone)
+
+
+async def tend(desk: AdapterDesk, grace: timedelta, local_bytes: int, tenant_grace: timedelta | None = None) -> None:
     """Everything that has to be done now and then, by one process of the host: another one that is at it is enough."""
     lock = await asyncio.to_thread(_try_lock, desk.blobs.adapters.parent / "upkeep.lock")
     if lock is None:
         return
     try:
+        await purge_tenants(desk.db, tenant_grace)
         await purge_deleted(desk.db, desk.blobs, grace)
         await collect_garbage(desk.db, desk.blobs)
         await desk.blobs.clean()
@@ -57,12 +67,14 @@ async def tend(desk: AdapterDesk, grace: timedelta, local_bytes: int) -> None:
         os.close(lock)
 
 
-async def tend_for_ever(desk: AdapterDesk, every_s: float, grace: timedelta, local_bytes: int) -> None:
+async def tend_for_ever(
+    desk: AdapterDesk, every_s: float, grace: timedelta, local_bytes: int, tenant_grace: timedelta | None
+) -> None:
     """Run :func:`tend` again and again; a database or a store that is away costs one round."""
     while True:
         await asyncio.sleep(every_s)
         try:
-            await tend(desk, grace, local_bytes)
+            await tend(desk, grace, local_bytes, tenant_grace)
         except (UnavailableError, ColdTierError, OSError) as error:
             logger.warning("upkeep of adapters was put off: %s", error)
 

@@ -18,6 +18,7 @@ from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.terms import (
     Ask,
+    Levels,
     Outcome,
     Periods,
     QuotaStore,
@@ -115,14 +116,27 @@ class Quotas:
         ask = Ask(tenant_id, lease_id, tokens, quota, self._calendar.periods(quota.time_zone), LEASE_MS)
         store, outcome = await self._reserve(ask)
         if outcome.refused is not None:
+            self._metrics.refused(tenant_id, outcome.refused, watched=quota.shadow)
             if not quota.shadow:
-                self._metrics.quota_refusals.labels(outcome.refused).inc()
                 raise refusal(ask, outcome, outcome.refused)
-            self._metrics.quota_shadow_refusals.labels(outcome.refused).inc()
         reservation = Reservation(ask, store, rate_headers(quota, outcome), self._give_back)
         if store is not None:
             self._live.add(reservation)
         return reservation
+
+    async def levels(self, tenant_id: int, quota: Quota) -> Levels:
+        """What a tenant uses now. Of one without limits only the day and the month are known, by its usage rows.
+
+        Raises :class:`UnavailableError` if the store or the catalog does not answer.
+        """
+        periods = self._calendar.periods(quota.time_zone)
+        counted = Levels(None, None, None, None, None)
+        if _is_limited(quota):
+            counted = await self._store.levels(tenant_id, periods)
+        if counted.tokens_per_day is None or counted.tokens_per_month is None:
+            seeds = await self._seed(tenant_id, periods)
+            counted = replace(counted, tokens_per_day=seeds.day, tokens_per_month=seeds.month)
+        return counted
 
     async def run(self) -> None:
         """Renew what is held and settle what is not, until cancelled."""

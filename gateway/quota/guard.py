@@ -11,7 +11,16 @@ from prometheus_client import Counter
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.shared import SharedStore
-from stencilpress.gateway.quota.terms import Ask, Outcome, QuotaStore, Renewal, Seeds, StoreUnavailableError
+from stencilpress.gateway.quota.terms import (
+    Ask,
+    Levels,
+    Outcome,
+    Periods,
+    QuotaStore,
+    Renewal,
+    Seeds,
+    StoreUnavailableError,
+)
 from stencilpress.gateway.settings import FailurePolicy
 
 PAUSE_S = 1.0
@@ -62,6 +71,14 @@ class GuardedStore:
                 return None, Outcome(None)
             case "refuse":
                 raise UnavailableError("Quotas cannot be checked now; try again shortly.")
+
+    async def levels(self, tenant_id: int, periods: Periods) -> Levels:
+        """What the shared store has counted. Raises :class:`UnavailableError` while it does not answer."""
+        try:
+            return await self.shared.levels(tenant_id, periods)
+        except StoreUnavailableError as error:
+            self._note_failure(error)
+            raise UnavailableError("The quota store does not answer; try again shortly.") from error
 
     async def renew(self, renewals: Sequence[Renewal]) -> bool:
         """Renew in the shared store; False if it could not be done."""

@@ -16,6 +16,7 @@ from stencilpress.gateway.quota.terms import (
     WINDOW_MS,
     Ask,
     Dimension,
+    Levels,
     Outcome,
     Periods,
     Renewal,
@@ -56,7 +57,7 @@ class Window:
 
     def reset_ms(self, now_ms: int) -> int:
         """When all of it will have left."""
-        return max((_leaves_ms(bucket) - now_ms for bucket, amount in self._buckets.items() if amount), default=0)
+        return next((_leaves_ms(bucket) - now_ms for bucket in reversed(self._buckets) if self._buckets[bucket]), 0)
 
 
 def _leaves_ms(bucket: int) -> int:
@@ -146,6 +147,13 @@ class Ledger:
                 return
             del self.leases[lease_id]
             self._end(lease, lease.reported)
+
+    def levels(self, periods: Periods, now_ms: int) -> Levels:
+        """What is used now; a budget that was never begun is None."""
+        self.expire(now_ms)
+        day, month = _turned(self.day, periods.day, None), _turned(self.month, periods.month, None)
+        budgets = [None if budget is None else budget.used + budget.reserved for budget in (day, month)]
+        return Levels(len(self.leases), self.requests.used, self.tokens.used, *budgets)
 
     @property
     def idle(self) -> bool:

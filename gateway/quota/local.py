@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from stencilpress.gateway.quota.ledger import Ledger
-from stencilpress.gateway.quota.terms import Ask, Outcome, Renewal, Seeds
+from stencilpress.gateway.quota.terms import Ask, Levels, Outcome, Periods, Renewal, Seeds
 
 SWEEP_AT = 1024
 """Ledgers beyond this number are looked through for idle ones before another is made."""
@@ -38,6 +38,9 @@ class LocalStore:
     async def renew(self, renewals: Sequence[Renewal]) -> None:
         for renewal in renewals:
             self._ledger(renewal.ask.tenant_id).renew(renewal, self._clock_ms())
+
+    async def levels(self, tenant_id: int, periods: Periods) -> Levels:
+        return self._ledgers.get(tenant_id, Ledger()).levels(periods, self._clock_ms())
 
     async def close(self) -> None:
         self._ledgers.clear()

@@ -216,7 +216,16 @@ local function renew()
   return {}
 end
 
+-- ARGV 3..: day start and end, month start and end. Answers the levels of all dimensions, -1 for an unknown budget.
+local function levels()
+  local day = turned(load('d'), 'd', tonumber(ARGV[3]), tonumber(ARGV[4]), '')
+  local month = turned(load('m'), 'm', tonumber(ARGV[5]), tonumber(ARGV[6]), '')
+  return {redis.call('ZCARD', expiries), window('r:').used, window('t:').used,
+          day and day.used + day.reserved or -1, month and month.used + month.reserved or -1}
+end
+
 expire()
 if ARGV[1] == 'reserve' then return reserve() end
 if ARGV[1] == 'settle' then return settle() end
+if ARGV[1] == 'levels' then return levels() end
 return renew()

@@ -11,7 +11,16 @@ from itertools import groupby
 from typing import Any
 
 from stencilpress.engine.settings import SettingsError
-from stencilpress.gateway.quota.terms import DIMENSIONS, Ask, Outcome, Renewal, Seeds, StoreUnavailableError
+from stencilpress.gateway.quota.terms import (
+    DIMENSIONS,
+    Ask,
+    Levels,
+    Outcome,
+    Periods,
+    Renewal,
+    Seeds,
+    StoreUnavailableError,
+)
 
 TIMEOUT_S = 0.5
 """For connecting and for an answer; a store in the same network takes less than a millisecond."""
@@ -73,6 +82,10 @@ class SharedStore:
                 for renewal in part:
                     arguments += [renewal.ask.lease_id, renewal.ask.tokens, renewal.used, renewal.reported]
                 await self._call("renew", tenant_id, arguments)
+
+    async def levels(self, tenant_id: int, periods: Periods) -> Levels:
+        streams, requests, tokens, *budgets = await self._call("levels", tenant_id, [*periods.day, *periods.month])
+        return Levels(streams, requests, tokens, *(None if used < 0 else used for used in budgets))
 
     async def close(self) -> None:
         if self._sending is not None:

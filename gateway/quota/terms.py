@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
+
 from stencilpress.gateway.quota.plan import Quota
 
 Dimension = Literal[
@@ -38,8 +40,7 @@ class Periods(NamedTuple):
     month: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """One request's reservation. ``lease_ms`` is how long it holds unless it is renewed."""
 
     tenant_id: int
@@ -59,8 +60,7 @@ class Seeds:
     month: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a reservation. Levels are those after it."""
 
     refused: Dimension | None
@@ -84,6 +84,17 @@ class Renewal:
     reported: int
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a tenant uses at one moment, what its running requests have reserved included; None is not known here."""
+
+    concurrent_streams: int | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+
+
 class QuotaStore(Protocol):
     """Where the counts are. Raises :class:`StoreUnavailableError` where it is remote."""
 
@@ -95,6 +106,9 @@ class QuotaStore(Protocol):
 
     async def renew(self, renewals: Sequence[Renewal]) -> None:
         """Hold leases for another ``lease_ms``, also those that the store has lost."""
+
+    async def levels(self, tenant_id: int, periods: Periods) -> Levels:
+        """What is used; a budget that nothing was charged to since the store began is None."""
 
     async def close(self) -> None:
         """Let go of connections."""

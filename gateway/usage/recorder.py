@@ -6,9 +6,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 from math import ceil, log
 from pathlib import Path
+
+import msgspec
 
 from stencilpress.engine.messages import Finished
 from stencilpress.gateway.catalog.session import Database
@@ -39,8 +40,7 @@ LAST_FLUSH_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """Who asked for what. ``adapter`` is "" and ``version`` 0 for the base."""
 
     request_id: str

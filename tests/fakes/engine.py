@@ -5,8 +5,9 @@ with ``length`` after ``max_tokens``, with ``stop`` after a token of ``stop_ids`
 an error for a prompt that fills ``max_model_len`` (``context_exceeded``) or an adapter named in ``missing``
 (``adapter_unavailable``). An adapter in ``reversing`` echoes the prompt backwards, one in ``broken`` has NaN for every
 logprob. Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
-alternative. Every adapter not in ``missing`` can be ensured; none is ever seen, and all may be kept. :class:`Stats`
-counts requests, steps and tokens truly and has zeros for pages.
+alternative. Every adapter not in ``missing`` can be ensured, and all may be kept. What it shows of adapters and pages
+is what a test puts into ``adapters`` and ``pages``. :class:`Stats` counts requests, steps and tokens truly and has
+zeros for pages.
 
 As a process, in place of ``python -m stencilpress.engine`` and with its variables (``STENCILPRESS_ENGINE_FD`` or
 ``--socket PATH``, ``STENCILPRESS_LIFELINE_FD``, ``STENCILPRESS_GENERATION``; ``STENCILPRESS_MODEL_DIR``, if set, gives
@@ -29,6 +30,7 @@ In a thread, for unit tests::
         engine.submits, engine.aborts, engine.keeps   # what arrived so far
         engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
+        engine.hung()                            # a context in which it does nothing at all
         engine.crash()                           # closes everything at once, as the end of a process does
 """
 
@@ -46,6 +48,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from stencilpress.engine import lifeline
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
@@ -54,6 +59,7 @@ from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
     Abort,
     Adapters,
+    AdapterSeen,
     AskAdapters,
     AskPages,
     AskStats,
@@ -141,6 +147,9 @@ class FakeEngine:
         self.aborts: list[int] = []
         self.keeps: list[Keep] = []
         self.forgotten: list[str] = []
+        self.adapters: list[AdapterSeen] = []
+        self.pages = Pages(0, 0, (), b"")
+        self.map_asks = 0
         self.crashed = False
         self._link = Link(listener, options.welcome())
         self._requests: dict[RequestKey, _Request] = {}
@@ -149,12 +158,14 @@ class FakeEngine:
         self._next_step_at = 0.0
         self._running = True
         self._paused = False
+        self._turn = threading.Lock()
 
     def run(self) -> None:
         """Serve until :meth:`stop` or :meth:`crash`, or until ``crash_after`` tokens were sent."""
         try:
             while self._running:
-                self._heartbeat.beat()
+                with self._turn:
+                    self._heartbeat.beat()
                 for event in self._link.poll(self._pause_s()):
                     self._take(event)
                 self._send_kept()
@@ -185,6 +196,12 @@ class FakeEngine:
         self._paused = False
         self._link.wake()
 
+    @contextmanager
+    def hung(self) -> Iterator[None]:
+        """While the block runs nothing is read or written, after the turn at hand."""
+        with self._turn:
+            yield
+
     def _pause_s(self) -> float:
         if not self._requests or self._paused or all(connection in self._kept for connection, _ in self._requests):
             return 1.0
@@ -210,10 +227,12 @@ class FakeEngine:
                 self._send(connection, Ensured(id_, "no such adapter" if adapter in self.options.missing else ""))
             case AskStats(id=id_):
                 self._send(connection, self._stats(id_))
-            case AskAdapters(id=id_):
-                self._send(connection, Adapters(id_, 0, ()))
+            case AskAdapters(id=id_, offset=offset, limit=limit):
+                some = tuple(self.adapters[offset : offset + limit])
+                self._send(connection, Adapters(id_, len(self.adapters), some))
             case AskPages(id=id_):
-                self._send(connection, Pages(id_, 0, (), b""))
+                self.map_asks += 1
+                self._send(connection, msgspec.structs.replace(self.pages, id=id_))
             case Forget(id=id_, adapter=adapter):
                 self.forgotten.append(adapter)
                 self._send(connection, Forgotten(id_, 0))
@@ -287,7 +306,7 @@ class FakeEngine:
                 del self._kept[connection]
 
     def _stats(self, id_: int) -> Stats:
-        counts = dict.fromkeys(Stats.__struct_fields__, 0)
+        counts: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__[: -len(Stats.__struct_defaults__)], 0)
         counts |= {"id": id_, "running": len(self._requests), "steps": self._steps}
         counts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
         return Stats(**counts)

@@ -2,7 +2,8 @@
 
 ``python -m tests.fakes.serve DATA [--host H] [--port P] [--gateways N] [--engines N] [--engine "ARGS"]
 [--gateway "ARGS"]``; prints ``ready URL`` once ``/readyz`` answers. ``--engine-command`` replaces the engine;
-``--real-gateway`` takes the real gateway, with settings from variables.
+``--real-gateway`` takes the real gateway, with settings from variables. ``--last-backoff-s`` bounds the wait before a
+process is started again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from stencilpress import children
 from stencilpress.supervisor import GATEWAY_COMMAND, ServeError, ServeSettings, run
 
 
@@ -29,8 +31,10 @@ def main() -> int:
     parser.add_argument("--engine-command", default="")
     parser.add_argument("--gateway", default="")
     parser.add_argument("--real-gateway", action="store_true")
+    parser.add_argument("--last-backoff-s", type=float, default=children.LAST_BACKOFF_S)
     given = parser.parse_args()
     logging.basicConfig(format="%(message)s")
+    children.LAST_BACKOFF_S = given.last_backoff_s
     settings = ServeSettings(
         data_dir=given.data,
         host=given.host,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from stencilpress.engine.client import REQUEST_RING_BYTES, EngineClient
 from stencilpress.gateway.accounting import accounting
-from stencilpress.gateway.app import create_runner
+from stencilpress.gateway.app import Mount, create_runner
 from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion
 from stencilpress.gateway.catalog.schema import migrate
@@ -32,10 +32,13 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.engine_view import EngineView
 from stencilpress.gateway.engines import Engines
+from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing, issue_key
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.route import Router
@@ -107,6 +110,7 @@ async def running_gateway(
     template: str | None = TEMPLATE,
     request_ring_bytes: int = REQUEST_RING_BYTES,
     database_url: str = "",
+    mounts: Sequence[Mount] = (),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
     """Everything of one gateway in this process; the engine in a thread. The catalog is a file unless one is named."""
@@ -128,13 +132,20 @@ async def running_gateway(
         await client.wait_ready()
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
+        engines, base = Engines([client]), BaseNames.of(BASE_NAMES)
+        keeper = keeper_of(gateway_settings, db, engines, changes, base)
+        await stack.enter_async_context(keeper.following())
+        view = EngineView(engines, db)
         services = Services(
             settings=gateway_settings,
             db=db,
             changes=changes,
             keys=KeyRing(db, changes),
-            router=Router(db, BaseNames.of(BASE_NAMES), changes),
-            engine=Engines([client]),
+            router=Router(db, base, changes),
+            engine=engines,
+            view=view,
+            live=live_feed(gateway_settings, metrics, view),
+            keeper=keeper,
             tokenizer=ModelTokenizer(model_dir),
             base_names=BASE_NAMES,
             metrics=metrics,
@@ -147,13 +158,13 @@ async def running_gateway(
                 db,
                 folder / "v1",
                 model_dir,
-                BaseNames.of(BASE_NAMES),
+                base,
                 dtype=gateway_settings.dtype,
                 max_rank=gateway_settings.max_lora_rank,
                 gate=IntakeGate(gateway_settings.intake_workers),
             ),
         )
-        runner = create_runner(services, shutdown_timeout_s=1.0)
+        runner = create_runner(services, 1.0, mounts)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, "127.0.0.1", 0).start()

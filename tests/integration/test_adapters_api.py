@@ -12,10 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sqlalchemy import select
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.keys import issue_key
+from stencilpress.gateway.lifecycle import gatekeeper
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.fakes.engine import Options
 from tests.integration.admin_client import AdminClient, admin_client
@@ -130,6 +133,8 @@ async def test_a_refused_upload_tells_everything_and_leaves_nothing(gateway: Gat
         (b"--x\r\n", "multipart/form-data; boundary=x", 400),
         (b"garbage", "multipart/form-data; boundary=x", 400),
         (b"garbage", "multipart/form-data", 400),
+        (b"--x\r\nA: " + b"a" * 200_000 + b"\r\n\r\n", "multipart/form-data; boundary=x", 400),
+        (b"--x\r\nContent-Length: -5\r\n\r\n", "multipart/form-data; boundary=x", 400),
         (
             b'--x\r\nContent-Disposition: form-data; name="evil.py"\r\n\r\nx\r\n--x--\r\n',
             "multipart/form-data; boundary=x",
@@ -239,6 +244,13 @@ async def test_an_etag_is_a_condition(gateway: Gateway, admin: AdminClient) -> N
     assert await move(**{"If-None-Match": "*"}) == 409
     assert await move(**{"If-Match": seen}) == 200
     assert await move(**{"If-Match": seen}) == 409
+    body = {"version": 1, "expected_etag": seen}
+    status, text = await admin.raw("PUT", f"{PIRATE}/aliases/prod", body)
+    assert (status, json.loads(text)["error"]["code"]) == (409, "alias_moved")
+    assert (await admin.raw("POST", f"{PIRATE}/aliases/prod/rollback", {"expected_etag": seen}))[0] == 409
+    now = (await admin("GET", f"{PIRATE}/aliases/prod"))["etag"]
+    assert (await admin("PUT", f"{PIRATE}/aliases/prod", {**body, "expected_etag": now}))["version"] == 1
+    assert (await admin.raw("PUT", f"{PIRATE}/aliases/prod", {**body, "expected_etag": "7"}))[0] == 400
 
 
 async def test_a_canary_is_sticky_by_user(gateway: Gateway, admin: AdminClient) -> None:
@@ -295,6 +307,23 @@ async def test_prod_moves_once_the_prompts_pass(gateway: Gateway, admin: AdminCl
     assert (await admin("GET", f"{PIRATE}/smoke-prompts"))["revision"] is None
 
 
+async def test_runs_are_free_so_a_tenant_has_so_many_an_hour(
+    gateway: Gateway, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gatekeeper, "RUNS_PER_HOUR", 3)
+    await admin("PUT", f"{PIRATE}/smoke-prompts", prompts())
+    runs = [admin.raw("POST", f"{PIRATE}/versions/{1 + number % 2}/smoke") for number in range(8)]
+    answers = await asyncio.gather(*runs)
+    assert sorted(status for status, _ in answers) == [200] * 3 + [429] * 5
+    refused = next(json.loads(text)["error"] for status, text in answers if status == 429)
+    assert refused["dimension"] == "smoke_runs_per_hour"
+    operator = await admin_client(gateway, "other", Role.OPERATOR)
+    await operator("POST", f"{PIRATE}/versions/2/smoke")
+    await gateway.services.accounting.flush()
+    async with gateway.services.db.read() as session:
+        assert (await session.execute(select(UsageRequestRow.__table__))).all() == []
+
+
 @pytest.mark.parametrize(
     "body", [{"prompts": [{}]}, prompts(must_match="["), prompts(max_tokens=10**6), {"prompts": [{}] * 21}]
 )
@@ -334,6 +363,15 @@ async def test_two_versions_are_compared(gateway: Gateway, admin: AdminClient) -
     assert len(found["tensors"]) == 8
     assert all(one["relative"] > 1 for one in found["deltas"])
     assert (await admin.raw("GET", f"{HELPER}/versions/1/diff?other=9"))[0] == 404
+
+
+async def test_a_version_tells_its_config_and_ranks(admin: AdminClient) -> None:
+    await upload(admin, lora_alpha=16)
+    found = await admin("GET", f"{HELPER}/versions/1/contents")
+    assert found["config"] == json.loads(files(lora_alpha=16)[CONFIG_NAME])
+    assert found["modules"] == [{"name": name, "layers": 2, "ranks": [4]} for name in ("q_proj", "v_proj")]
+    status, text = await admin.raw("GET", f"{PIRATE}/versions/1/contents")
+    assert (status, json.loads(text)["error"]["code"]) == (503, "adapter_unavailable"), "its files are not here"
 
 
 async def test_a_guest_sees_a_name_and_a_version(gateway: Gateway, admin: AdminClient, operator: AdminClient) -> None:

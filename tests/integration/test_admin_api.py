@@ -78,6 +78,27 @@ async def test_a_tenants_life(gateway: Gateway, operator: AdminClient) -> None:
     assert actions == [f"tenant.{verb}" for verb in ("restore", "delete", "enable", "disable", "change", "create")]
 
 
+async def test_a_deleted_tenant_is_purged_once_its_name_is_said_twice(gateway: Gateway, operator: AdminClient) -> None:
+    made = await operator("POST", "/tenants/demo/keys", {"label": "x"}, status=201)
+    admin = await admin_client(gateway, "demo", Role.ADMIN)
+    await admin("POST", "/tenants/demo/purge", {"confirm": "demo"}, status=403)
+    await operator("POST", "/tenants/other/purge", {"confirm": "other"}, status=409)  # its own
+    await operator("POST", "/tenants/demo/purge", {"confirm": "demo"}, status=409)  # not deleted
+    await operator("DELETE", "/tenants/demo")
+    for confirm in ("", "Demo", "demo "):
+        refused = await operator("POST", "/tenants/demo/purge", {"confirm": confirm}, status=400)
+        assert refused["error"]["param"] == "confirm"
+    purged = await operator("POST", "/tenants/demo/purge", {"confirm": "demo"})
+    assert (purged["tenant"], purged["adapters"], purged["versions"]) == ("demo", 1, 2)
+    assert sorted(gateway.engine.forgotten) == ["a" * 64, "b" * 64]
+    await operator("POST", "/tenants/demo/restore", status=404)
+    await operator("POST", f"/tenants/{purged['tombstone']}/restore", status=404)
+    status, _ = await gateway.post("/v1/models", {}, headers={"Authorization": f"Bearer {made['token']}"})
+    assert status in (401, 405)
+    assert [one["name"] for one in (await operator("GET", "/tenants?deleted=true"))["data"]] == ["other"]
+    await operator("POST", "/tenants", {"name": "demo"}, status=201)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -279,3 +300,31 @@ async def test_me_says_what_the_key_may(gateway: Gateway) -> None:
         "models": None,
         "routes": None,
     }
+
+
+async def test_the_quota_says_what_is_used_beside_the_limits(gateway: Gateway, operator: AdminClient) -> None:
+    limits = {"requests_per_minute": 5, "concurrent_streams": 3, "tokens_per_day": 1000, "time_zone": "Asia/Tokyo"}
+    await operator("PATCH", "/tenants/demo", limits)
+    api = await gateway.openai()
+    answer = await api.chat.completions.create(
+        model="base", messages=[{"role": "user", "content": "abc"}], max_tokens=5
+    )
+    assert answer.usage is not None
+    viewer = await admin_client(gateway, "demo", Role.VIEWER)
+    quota = await viewer("GET", "/tenants/demo/quota")
+    assert quota["requests_per_minute"] == {"used": 1, "limit": 5}
+    assert quota["concurrent_streams"] == {"used": 0, "limit": 3}
+    assert quota["tokens_per_day"] == {"used": answer.usage.total_tokens, "limit": 1000}
+    assert quota["tokens_per_month"] == {"used": answer.usage.total_tokens, "limit": None}
+    assert quota["adapters"]["used"] > 0
+    assert quota["stored_bytes"]["used"] > 0
+    assert (quota["time_zone"], quota["shadow"]) == ("Asia/Tokyo", False)
+
+
+@pytest.mark.parametrize("instant", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59Z", "1969-12-31T23:59:59Z"])
+async def test_instants_at_the_ends_of_the_calendar_are_refused_by_name(operator: AdminClient, instant: str) -> None:
+    refused = await operator("POST", "/tenants/demo/keys", {"expires_at": instant}, status=400)
+    assert refused["error"]["param"] == "expires_at"
+    for path in ("/series", "/top", "/tenants/demo/usage", "/tenants/demo/series", "/tenants/demo/top"):
+        refused = await operator("GET", f"{path}?end={instant.replace('+', '%2B')}", status=400)
+        assert refused["error"]["param"] == "end"

@@ -30,6 +30,7 @@ VERBS = {
     "enable_tenant": "tenant enable",
     "delete_tenant": "tenant delete",
     "restore_tenant": "tenant restore",
+    "purge_tenant": "tenant purge",
     "list_keys": "key list",
     "create_key": "key create",
     "get_key": "key show",
@@ -37,6 +38,12 @@ VERBS = {
     "rotate_key": "key rotate",
     "revoke_key": "key revoke",
     "list_usage": "usage list",
+    "get_series": "usage series",
+    "get_tenant_series": "usage series",
+    "get_top": "usage top",
+    "get_tenant_top": "usage top",
+    "list_every_adapter": "adapter all",
+    "list_usage_days": "usage days",
     "list_tenant_requests": "usage requests",
     "list_adapters": "adapter list",
     "get_adapter": "adapter show",
@@ -47,6 +54,7 @@ VERBS = {
     "set_version_defaults": "version defaults",
     "delete_version": "version delete",
     "restore_version": "version restore",
+    "get_version_contents": "version contents",
     "diff_versions": "version diff",
     "run_smoke_prompts": "version smoke",
     "list_smoke_runs": "version smoke-runs",
@@ -54,20 +62,54 @@ VERBS = {
     "set_smoke_prompts": "adapter set-prompts",
     "get_alias": "alias show",
     "move_alias": "alias move",
+    "get_canary": "alias canary",
     "roll_back_alias": "alias rollback",
     "remove_alias": "alias remove",
     "list_alias_moves": "alias history",
     "list_shares": "adapter shares",
     "share_adapter": "adapter share",
     "unshare_adapter": "adapter unshare",
+    "pin_adapter": "adapter pin",
+    "unpin_adapter": "adapter unpin",
+    "preload_adapter": "adapter preload",
+    "list_alerts": "alert list",
+    "list_tenant_alerts": "alert list",
+    "acknowledge_alert": "alert ack",
+    "acknowledge_tenant_alert": "alert ack",
+    "list_alert_rules": "alert rules",
+    "list_tenant_alert_rules": "alert rules",
+    "set_alert_rule": "alert set-rule",
+    "set_tenant_alert_rule": "alert set-rule",
+    "set_adapter_alert_rule": "alert set-rule",
+    "reset_alert_rule": "alert reset-rule",
+    "reset_tenant_alert_rule": "alert reset-rule",
+    "reset_adapter_alert_rule": "alert reset-rule",
+    "get_alert_webhook": "alert webhook",
+    "set_alert_webhook": "alert set-webhook",
+    "remove_alert_webhook": "alert remove-webhook",
+    "try_alert_webhook": "alert test-webhook",
+    "get_prometheus_rules": "alert prometheus-rules",
     "list_audit": "audit list",
     "list_tenant_audit": "audit list",
     "export_file": "catalog export",
     "import_file": "catalog import",
 }
 """What each operation is called on the command line."""
-WITHOUT_VERB = {"get_me", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
-"""The command has no key to tell of, and takes files as a whole."""
+WITHOUT_VERB = {"get_me", "get_quota", "create_upload", "get_upload", "put_part", "complete_upload", "delete_upload"}
+"""The command has no key to tell of and no requests to count, and takes files as a whole."""
+WITHOUT_VERB |= {
+    "list_engines",
+    "get_pages",
+    "list_residency",
+    "list_tenant_residency",
+    "follow_live",
+    "follow_tenant_live",
+}
+"""What a running server tells."""
+WITHOUT_VERB |= {"compare_versions", "get_activity", "get_engine_series"}
+"""For pages: ``usage series`` and ``usage top`` show the same."""
+WITHOUT_VERB |= {"get_operator_webhook", "try_operator_webhook"}
+"""Of a gateway's settings, which the command does not know."""
 
 Cli = Callable[..., Any]
 
@@ -164,6 +206,12 @@ async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
     assert pirate["ttft_ms"]["p50"] == pytest.approx(102, rel=0.05)
     assert pirate["ttft_ms"]["p99"] == pytest.approx(104, rel=0.05)
     assert await cli("usage", "list", "demo", "--json") == [base, pirate]
+    day = (now - timedelta(minutes=4)).date()
+    days = await viewer("GET", f"/tenants/demo/usage/days?first={day}&last={now.date()}")
+    assert sum(one["requests"] for one in days["data"]) == 5
+    assert sum(one["prompt_tokens"] for one in days["data"]) == 10 * (1 + 2 + 3 + 4)
+    assert (await cli("usage", "days", "demo", "--json"))["data"][-1] == days["data"][-1]
+    assert len((await viewer("GET", "/tenants/demo/usage/days"))["data"]) == 30
     first = await viewer("GET", "/tenants/demo/usage?limit=1")
     assert first["data"] == [base]
     assert (await viewer("GET", f"/tenants/demo/usage?limit=1&after={first['next']}"))["data"] == [pirate]
@@ -215,6 +263,17 @@ async def test_adapters_are_the_same_by_both_ways(operator: AdminClient, cli: Cl
         == moved
         == await cli("alias", "show", "pirate@prod", *demo, "--json")
     )
+    guarded = ("--max-error-share", "0.05", "--max-ttft-ratio", "1.5", "--window-s", "300")
+    canary = ("alias", "move", "pirate@beta", "1", "--canary", "2", "--percent", "10", *guarded)
+    beta = await cli(*canary, *demo, "--json")
+    limits = {"max_error_share": 0.05, "max_ttft_ratio": 1.5, "min_requests": 50, "window_s": 300}
+    assert beta["canary"] == {"version": 2, "percent": 10, "guard": limits}
+    report = await operator("GET", f"{pirate}/aliases/beta/canary")
+    assert report == await cli("alias", "canary", "pirate@beta", *demo, "--json")
+    assert (report["verdict"], report["reason"], report["guard"]) == ("undecided", "0 of 50 requests so far", limits)
+    assert report["etag"] == beta["etag"]
+    await operator("GET", f"{pirate}/aliases/none/canary", status=404)
+    await cli("alias", "remove", "pirate@beta", *demo)
     assert (await cli("alias", "rollback", "pirate@prod", *demo)) == "pirate@prod is pirate@1\n"
     history = await cli("alias", "history", "pirate@prod", *demo, "--json")
     assert (await operator("GET", f"{pirate}/aliases/prod/history"))["data"] == history

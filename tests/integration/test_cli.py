@@ -102,6 +102,12 @@ def test_a_tenant_is_deleted_and_restored(cli: Cli) -> None:
     assert "keeps its name" in cli("tenant", "add", "acme", code=1).stderr
     cli("tenant", "restore", "acme")
     assert [row["name"] for row in rows(cli("tenant", "list", "--prefix", "ac", "--json"))] == ["acme"]
+    assert "not deleted" in cli("tenant", "purge", "acme", "--yes", code=1).stderr
+    cli("tenant", "delete", "acme")
+    assert "Aborted" in cli("tenant", "purge", "acme", code=1).stderr
+    assert json.loads(cli("tenant", "purge", "acme", "--yes", "--json").stdout)["tenant"] == "acme"
+    assert rows(cli("tenant", "list", "--deleted", "--json")) == []
+    cli("tenant", "add", "acme")
 
 
 def test_a_key_is_scoped_changed_and_rotated(cli: Cli) -> None:

@@ -170,12 +170,17 @@ def test_the_curl_command_is_one_line_that_a_shell_reads_as_meant() -> None:
 
 
 def test_the_banner_shows_address_key_models_and_the_command(base_folder: Path) -> None:
-    shown = demo.banner("http://h:1", Base(base_folder, (BASE_ID, "tiny")), demo.Demo("sp_key", ("helper", "poet")))
+    shown = demo.banner(
+        "http://h:1",
+        Base(base_folder, (BASE_ID, "tiny")),
+        demo.Demo("sp_key", ("helper", "poet")),
+        "http://h:1/console/",
+    )
     assert BASE_ID in shown
     assert "http://h:1" in shown
     assert "tiny  helper  poet" in shown
     assert demo.curl("http://h:1", "sp_key", "poet") in shown.splitlines()
-    assert "curl" not in demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), None)
+    assert "curl" not in demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), None, "http://h:1/console/")
 
 
 @contextmanager
@@ -210,6 +215,7 @@ def test_serve_prints_a_command_that_works_and_the_same_key_again(
         assert first[-1].startswith("curl -N http://127.0.0.1:")
         events = paste(first[-1]).split("\n\n")
         assert events[-2] == "data: [DONE]"
+        assert "/console/setup/" in first[3]
         assert json.loads(events[0].removeprefix("data: "))["model"] == BASE_ID
         assert "already" in cli("serve", "--model", BASE_ID, "--port", "0", code=1).stderr
         cli("adapter", "add", adapters / "helper", "--tenant", "demo", "--name", "helper")

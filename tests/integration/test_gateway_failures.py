@@ -14,14 +14,16 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from sqlalchemy import select
 
 from stencilpress.engine.messages import Finished
 from stencilpress.gateway import app
+from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError, from_finished
 from stencilpress.gateway.services import INLINE_BYTES, off_loop
 from stencilpress.gateway.stream import ChunkEncoder
-from tests.fakes.engine import Options
+from tests.fakes.engine import Options, running_engine
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
 
 PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002)
@@ -110,11 +112,66 @@ async def test_the_sdk_raises_when_the_engine_dies_in_mid_stream(gateway: Gatewa
     assert raised.value.code == "engine_lost"
 
 
+async def rows(gateway: Gateway) -> list[tuple[str, int, int]]:
+    """Status and billed tokens of every request so far."""
+    await gateway.services.accounting.flush()
+    async with gateway.services.db.read() as session:
+        found = (await session.execute(select(UsageRequestRow.__table__))).all()
+    return [(row.status, row.prompt_tokens, row.completion_tokens) for row in found]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_request_without_a_token_outlives_its_engine(gateway: Gateway, tmp_path: Path, streamed: bool) -> None:
+    gateway.engine.pause()
+    asked = [asyncio.create_task(open_stream(gateway, max_tokens=7, stream=streamed, n=n)) for n in (1, 2)]
+    await eventually(lambda: len(gateway.engine.submits) == 3)
+    gateway.engine.crash()
+    await eventually(lambda: not gateway.services.engine.ready)
+    with running_engine(tmp_path / "engine.sock", PACED) as next_engine:
+        answers = [await (await one).text() for one in asked]
+    assert [answer.count('"finish_reason":"length"') for answer in answers] == [1, 2]
+    assert len(next_engine.submits) == 3
+    assert await rows(gateway) == [("completed", 3, 7), ("completed", 3, 14)]
+
+
+async def test_a_request_with_a_token_is_never_begun_anew(gateway: Gateway, tmp_path: Path) -> None:
+    response = await open_stream(gateway, max_tokens=50_000)
+    await next_event(response)
+    gateway.engine.crash()
+    with running_engine(tmp_path / "engine.sock", PACED) as next_engine:
+        assert '"code":"engine_lost"' in await response.text()
+        await eventually(lambda: gateway.services.engine.ready)
+    assert next_engine.submits == []
+
+
+async def test_a_client_that_leaves_while_no_engine_is_there_is_accounted_for(gateway: Gateway) -> None:
+    gateway.engine.pause()
+    task = asyncio.create_task(open_stream(gateway, max_tokens=10))
+    await eventually(lambda: len(gateway.engine.submits) == 1)
+    gateway.engine.crash()
+    await eventually(lambda: not gateway.services.engine.ready)
+    task.cancel()
+    await eventually(lambda: sample(gateway, "stencilpress_answers_open") == 0)
+    assert await rows(gateway) == [("disconnected", 3, 0)]
+
+
+async def test_the_second_loss_of_an_engine_ends_a_request(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, PACED, resubmit_limit_s=0.05) as gateway:
+        gateway.engine.pause()
+        asked = asyncio.create_task(open_stream(gateway, max_tokens=10))
+        await eventually(lambda: len(gateway.engine.submits) == 1)
+        gateway.engine.crash()
+        response = await asked
+        assert response.status == 503
+        assert (await response.json())["error"]["code"] == "engine_lost"
+        assert await rows(gateway) == [("failed", 0, 0)]
+
+
 async def test_without_an_engine_requests_are_told_to_come_back(gateway: Gateway) -> None:
     waiting = asyncio.create_task(
         gateway.post("/v1/completions", {"model": "base", "prompt": "a", "max_tokens": 50_000})
     )
-    await eventually(lambda: len(gateway.engine.submits) == 1)
+    await eventually(lambda: bool(sample(gateway, "stencilpress_time_to_first_token_seconds_count")))
     gateway.engine.crash()
     assert (await waiting)[0] == 503
     await eventually(lambda: not gateway.services.engine.ready)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from stencilpress.gateway.catalog.adapters import set_defaults
+from stencilpress.gateway.catalog.tenants import get_tenant
+from stencilpress.gateway.defaults import VersionDefaults
 from tests.integration.gateway_harness import Gateway, running_gateway
 
 TEMPLATE = (
@@ -94,3 +97,19 @@ async def test_what_cannot_be_answered_is_named(
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 async def test_a_key_is_needed(gateway: Gateway, path: str) -> None:
     assert (await gateway.post(path, {}, headers={"Authorization": "Bearer no"}))[0] == 401
+
+
+async def test_a_versions_system_prompt_counts_as_in_a_chat(gateway: Gateway) -> None:
+    services = gateway.services
+    demo = await get_tenant(services.db, "demo")
+    await set_defaults(services.db, demo.id, "pirate", 1, VersionDefaults(system_prompt="qq zz talk like a pirate"))
+    await services.changes.poll()
+    asked = {"model": "pirate", "messages": [{"role": "user", "content": "ab"}]}
+    _, counted = await gateway.post("/tokenize", asked)
+    _, answer = await gateway.post("/v1/chat/completions", {**asked, "max_tokens": 1})
+    assert counted["count"] == answer["usage"]["prompt_tokens"]
+    _, plain = await gateway.post("/tokenize", {**asked, "model": "pirate@2"})
+    assert plain["count"] < counted["count"]
+    own = [{"role": "system", "content": ""}, *asked["messages"]]
+    _, replaced = await gateway.post("/tokenize", {"model": "pirate", "messages": own})
+    assert replaced["count"] == plain["count"]

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from stencilpress.gateway.access import ADMIN_PREFIX, PERMISSIONS, SCOPE_ROUTES, Permission, Role
+from stencilpress.gateway.alerts.incidents import Incident, Moves, State, Subject
+from stencilpress.gateway.alerts.rules import Kind, Severity
 from stencilpress.gateway.api.admin.dispatch import NOT_FOUND
 from stencilpress.gateway.api.admin.operation import Operation
 from stencilpress.gateway.api.admin.router import OPERATIONS
+from stencilpress.gateway.catalog.alert_outbox import record
+from stencilpress.gateway.catalog.alerts import list_alerts
 from stencilpress.gateway.catalog.tenants import get_tenant
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.keys import issue_key
@@ -25,8 +30,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SAME_BODY = NotFoundError(NOT_FOUND).body().decode()
 TENANTS_OWN = [role for role in Role if role is not Role.OPERATOR]
 OF_TENANTS = [one for one in OPERATIONS if "{tenant}" in one.path]
-DEEPER = [one for one in OF_TENANTS if one.path.count("{") > 1 and one.id != "add_version"]
-"""Not the upload that creates an adapter: under a tenant of one's own every name is free."""
+FREE = {"add_version", "set_tenant_alert_rule", "reset_tenant_alert_rule"}
+DEEPER = [one for one in OF_TENANTS if one.path.count("{") > 1 and one.id not in FREE]
+"""Not what creates an adapter: under a tenant of one's own every name is free. Kinds of rules are nobody's."""
 MODEL_REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "/v1/chat/completions": ("POST", {"messages": [{"role": "user", "content": "hi"}]}),
     "/v1/completions": ("POST", {"prompt": "hi"}),
@@ -54,8 +60,20 @@ async def foreign_ids(gateway: Gateway) -> dict[str, str]:
     key = (await issue_key(db, "demo", role=Role.VIEWER)).key.public_id
     if gateway.url not in UPLOADS:
         UPLOADS[gateway.url] = (await desk.uploads.create((await get_tenant(db, "demo")).id, "pirate", 1000)).id
-    ids = {"key": key, "adapter": "pirate", "version": "1", "alias": "prod", "guest": "other"}
+    ids = {"key": key, "adapter": "pirate", "version": "1", "alias": "prod", "guest": "other", "engine": "1"}
+    ids |= {"alert": await open_alert(gateway), "kind": "errors_high"}
     return {**ids, "upload": UPLOADS[gateway.url], "file": "archive"}
+
+
+async def open_alert(gateway: Gateway) -> str:
+    """The number of a firing alert of tenant ``demo``."""
+    db = gateway.services.db
+    tenant_id = (await get_tenant(db, "demo")).id
+    subject = Subject(Kind.ERRORS_HIGH, tenant_id, "pirate")
+    now = datetime.now(UTC)
+    firing = Incident(subject, State.FIRING, now, 0.5, 0.05, Severity.CRITICAL, fired_at=now)
+    await record(db, Moves({subject: firing}, fired=(firing,)), operator=False)
+    return str((await list_alerts(db, tenant_id=tenant_id))[0].id)
 
 
 def path_of(operation: Operation, ids: dict[str, str], tenant: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stencilpress.engine import client as client_module
 from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 from stencilpress.gateway.engines import ALWAYS_TAKEN, LOAD_FACTOR, Engines, ranking
@@ -147,3 +148,57 @@ async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywher
     await fleet.ready(COUNT - 1)
     assert [adapters and adapters.total for adapters in await fleet.engines.adapters()] == [0, None, 0]
     assert [pages and pages.total for pages in await fleet.engines.pages()] == [0, None, 0]
+
+
+async def test_a_request_is_taken_over_by_another_engine_or_by_the_first_that_is_back(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    for fake in fleet.fakes[1:]:
+        fake.crash()
+    await fleet.ready(1)
+    stream = await fleet.engines.resubmit(submit(), 5)
+    assert stream is not None
+    assert fleet.engines.open_requests == [1, 0, 0]
+    await stream.aclose()
+    fleet.fakes[0].crash()
+    await fleet.ready(0)
+    assert await fleet.engines.resubmit(submit(), 0.01) is None
+    waiting = asyncio.create_task(fleet.engines.resubmit(submit(), 60))
+    with running_engine(tmp_path / "2.sock", Options()) as back:
+        stream = await waiting
+        assert stream is not None
+        await stream.aclose()
+    assert len(back.submits) == 1
+
+
+async def test_nothing_waits_for_an_engine_when_all_are_closed(tmp_path: Path) -> None:
+    async with Engines([EngineClient(tmp_path / "nobody.sock")]) as engines:
+        waiting = asyncio.create_task(engines.resubmit(submit(), 60))
+        await asyncio.sleep(0)
+        await engines.close()
+        assert await waiting is None
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PROBE_S", 0.01)
+    monkeypatch.setattr(client_module, "RESPONSIVE_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_engine_that_does_not_answer_is_passed_over(fleet: Fleet) -> None:
+    home, heir = ranking(digest(1), COUNT)[:2]
+    for fake in fleet.fakes:
+        fake.resume()
+    for client in fleet.engines._clients:
+        async for _ in await client.submit(Submit(0, pack_tokens([1, 2]), "", 3, Sampling())):
+            pass
+    async with asyncio.timeout(10):
+        while fleet.engines._clients[home]._patience_s > 1:  # noqa: ASYNC110 - until it has told of its first step
+            await asyncio.sleep(0.005)
+    with fleet.fakes[home].hung():
+        async with asyncio.timeout(10):
+            while fleet.engines._clients[home].responsive:  # noqa: ASYNC110 - the engine is in another thread
+                await asyncio.sleep(0.005)
+        assert fleet.engines.responsive
+        assert fleet.engines.choose(digest(1)) == heir

@@ -23,7 +23,7 @@ from stencilpress.gateway.quota.guard import GuardedStore
 from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.shared import SharedStore
-from stencilpress.gateway.quota.terms import Periods, Seeds
+from stencilpress.gateway.quota.terms import Levels, Periods, Seeds
 from stencilpress.gateway.settings import FailurePolicy
 from tests.valkey import running_valkey
 
@@ -333,3 +333,21 @@ def test_durations_are_written_as_openai_does() -> None:
     assert [duration(ms) for ms in (0, 12, 1000, 1500, 59_999, 60_000, 360_000, 61_001)] == [
         "0ms", "12ms", "1s", "1.5s", "59.999s", "1m0s", "6m0s", "1m2s"
     ]  # fmt: skip
+
+
+async def test_levels_begin_with_what_the_rows_say_and_follow_the_reservations(valkey: Any) -> None:
+    quota = Quota(concurrent_streams=9, tokens_per_day=10**6)
+    local = Quotas(LocalStore(), seed, Metrics())
+    assert await local.levels(1, Quota()) == Levels(None, None, None, 100, 200)
+    async with shared_quotas(valkey.connection_url) as shared:
+        for quotas in (local, shared):
+            assert await quotas.levels(1, quota) == Levels(0, 0, 0, 100, 200)
+            held = await quotas.reserve(1, quota, 50)
+            assert await quotas.levels(1, quota) == Levels(1, 1, 50, 150, 250)
+            held.settle(20)
+            while (await quotas.levels(1, quota)).concurrent_streams:  # noqa: ASYNC110 - settling tells nobody
+                await asyncio.sleep(0.001)
+            assert await quotas.levels(1, quota) == Levels(0, 1, 20, 120, 220)
+    async with shared_quotas("redis://127.0.0.1:1") as lost:
+        with pytest.raises(UnavailableError):
+            await lost.levels(1, quota)

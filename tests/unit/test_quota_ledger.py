@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stencilpress.gateway.quota.ledger import Ledger
 from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.shared import SharedStore
-from stencilpress.gateway.quota.terms import Ask, Outcome, Periods, QuotaStore, Renewal, Seeds, Span
+from stencilpress.gateway.quota.terms import Ask, Levels, Outcome, Periods, QuotaStore, Renewal, Seeds, Span
 from tests.valkey import running_valkey
 
 DAY, MONTH = Span(1000, 2000), Span(500, 9000)
@@ -158,6 +158,18 @@ def test_what_can_never_be_admitted_is_told_apart() -> None:
         assert outcome.retry_ms == 0
 
 
+def test_levels_are_what_is_held_and_used() -> None:
+    ledger, quota = Ledger(), Quota(concurrent_streams=5, tokens_per_day=1000)
+    assert ledger.levels(Periods(DAY, MONTH), 0) == Levels(0, 0, 0, None, None)
+    reserve(ledger, ask("a", quota, 100))
+    reserve(ledger, ask("b", quota, 50))
+    assert ledger.levels(Periods(DAY, MONTH), 0) == Levels(2, 2, 150, 150, 150)
+    ledger.settle("a", 30, 0, 1000)
+    assert ledger.levels(Periods(DAY, MONTH), 1000) == Levels(1, 2, 80, 80, 80)
+    assert ledger.levels(Periods(NEXT_DAY, MONTH), 1000) == Levels(1, 2, 80, 0, 80)
+    assert ledger.levels(Periods(DAY, MONTH), 40_000 + 60_000) == Levels(0, 0, 0, 30, 30)  # its lease has expired
+
+
 LIMIT = st.none() | st.integers(0, 60)
 QUOTAS = st.builds(
     Quota,
@@ -185,9 +197,11 @@ OPERATIONS = st.lists(
 Operation = tuple[str, int, str, Quota, int, int, Span, Seeds | None]
 
 
-async def play(store: QuotaStore, operations: list[Operation], clock: Any, tenant: int) -> list[Outcome | None]:
+async def play(
+    store: QuotaStore, operations: list[Operation], clock: Any, tenant: int
+) -> list[Outcome | Levels | None]:
     """Run a history; ``clock`` is told the time. Names of leases are not reused while they are held."""
-    outcomes: list[Outcome | None] = []
+    outcomes: list[Outcome | Levels | None] = []
     for number, (kind, pause_ms, name, quota, tokens, used, day, seeds) in enumerate(operations):
         clock(pause_ms)
         one = replace(ask(f"{name}{number // 8}", quota, tokens, day, tenant))
@@ -198,6 +212,7 @@ async def play(store: QuotaStore, operations: list[Operation], clock: Any, tenan
             await store.settle(replace(one, lease_id=f"{name}{max(number - 3, 0)}"), used, 0)
         else:
             await store.renew([Renewal(replace(one, lease_id=f"{name}{max(number - 2, 0)}"), max(used, 0), 0)])
+        outcomes.append(await store.levels(tenant, Periods(day, MONTH)))
     return outcomes
 
 

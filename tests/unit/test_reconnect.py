@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stencilpress.engine import client as client_module
 from stencilpress.engine.client import EngineClient, EngineUnavailableError
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Kept, Step, Token
@@ -240,3 +241,38 @@ async def test_an_engine_that_is_only_idle_is_kept(path: Path) -> None:
             assert await drain(stream) == ([3], [Finished(stream.id, "length", 1, 1)])
             assert client.ready
             assert client._connection is stream._connection
+
+
+async def test_an_engine_that_hangs_is_doubted_long_before_it_is_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PROBE_S", 0.01)
+    monkeypatch.setattr(client_module, "RESPONSIVE_S", 0.1)
+    with running_engine(path) as engine:
+        async with EngineClient(path, silence_limit_s=30) as client:
+            await client.wait_ready()
+            await drain(await client.submit(request([1])))
+            await eventually(lambda: client._patience_s < 1)  # it has told of its first step
+            with engine.hung():
+                await eventually(lambda: not client.responsive)
+                assert client.ready
+            await eventually(lambda: client.responsive)
+
+
+async def test_an_engine_has_as_long_as_it_has_taken_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PROBE_S", 0.01)
+    monkeypatch.setattr(client_module, "RESPONSIVE_S", 0.2)
+    with running_engine(path) as engine:
+        async with EngineClient(path, silence_limit_s=30) as client:
+            await client.wait_ready()
+            with engine.hung():  # no step yet: it may be compiling
+                await asyncio.sleep(0.4)
+                assert client.responsive
+            await drain(await client.submit(request([1])))
+            await eventually(lambda: client._patience_s < 1)  # it has told of its first step
+            with engine.hung():
+                await eventually(lambda: not client.responsive)
+            await eventually(lambda: client.responsive)
+            with engine.hung():
+                await asyncio.sleep(0.3)
+                assert client.responsive

@@ -11,7 +11,10 @@ import msgspec
 import pytest
 
 from stencilpress.gateway.access import Role, Scopes
+from stencilpress.gateway.alerts.rules import Kind, Place, RuleChange
 from stencilpress.gateway.catalog.adapters import add_version, list_adapters, promote, set_defaults
+from stencilpress.gateway.catalog.alert_outbox import get_webhook, set_webhook
+from stencilpress.gateway.catalog.alerts import read_rules, set_rule
 from stencilpress.gateway.catalog.aliases import list_moves, move_alias, roll_back
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.credentials import list_keys
@@ -22,6 +25,7 @@ from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
 from stencilpress.gateway.catalog.transfer import EXPORTED, NOT_EXPORTED, Imported, export_catalog, import_catalog
+from stencilpress.gateway.catalog.users import add_user, list_users, set_password
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
@@ -51,7 +55,12 @@ async def source(tmp_path: Path) -> AsyncIterator[Database]:
         await set_defaults(db, acme.id, "helper", 2, VersionDefaults(system_prompt="Be brief."))
         await share_adapter(db, acme.id, "helper", "filler-1")
         await set_suite(db, acme.id, "helper", [{"prompt": "hi"}])
+        await set_rule(db, Kind.FIRST_TOKEN_SLOW, Place(acme.id, "helper"), RuleChange(threshold=800))
+        await set_rule(db, Kind.QUOTA_NEAR, Place(), RuleChange(threshold=0.7))
+        await set_webhook(db, acme.id, "https://hooks.example/", "a secret of the receiver")
         await disable_tenant(db, "filler-2")
+        person = await add_user(db, "acme", "ada@example.com", Role.ADMIN)
+        await set_password(db, person.public_id, "$argon2id$")
         yield db
 
 
@@ -74,10 +83,22 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
     mine = await create_tenant(db, "mine")
     await add_version(db, mine.id, "first", NewVersion("f" * 64, BASE.id, False, (4,), ("q_proj",), 1, ()), BASE)
     done = await import_catalog(db, lines(await exported(source)))
-    counts = {"tenants": 4, "api_keys": 1, "adapters": 1, "versions": 2, "alias_moves": 3, "aliases": 2, "canaries": 1}
+    counts = {
+        "tenants": 4,
+        "users": 1,
+        "api_keys": 1,
+        "adapters": 1,
+        "versions": 2,
+        "alias_moves": 3,
+        "aliases": 2,
+        "canaries": 1,
+    }
     digests = [f"{content:064x}" for content in (1, 2)]
-    assert done == Imported({**counts, "adapter_shares": 1, "smoke_suites": 1}, [], digests)
+    rest = {"users": 1, "adapter_shares": 1, "smoke_suites": 1, "alert_rules": 2, "alert_webhooks": 1}
+    assert done == Imported({**counts, **rest}, [], digests)
     assert await list_keys(db, "acme") == await list_keys(source, "acme")
+    [person], [original_person] = await list_users(db), await list_users(source)
+    assert person == dataclasses.replace(original_person, tenant_id=person.tenant_id)
     for name in ("acme", "filler-2"):
         ours, theirs = await get_tenant(db, name), await get_tenant(source, name)
         assert (ours.limits, ours.prefix_salt, ours.created_at) == (
@@ -104,6 +125,10 @@ async def check_what_belongs_to_the_adapter(source: Database, theirs: int, db: D
     assert [dataclasses.replace(move, id=0) for move in moves] == [dataclasses.replace(move, id=0) for move in before]
     back = await roll_back(db, ours, "helper", "prod")
     assert back.target == AliasTarget(1)
+    assert await get_webhook(db, ours) == await get_webhook(source, theirs)
+    rules = await read_rules(db)
+    assert rules.change(Kind.FIRST_TOKEN_SLOW, Place(ours, "helper")) == RuleChange(threshold=800)
+    assert rules.change(Kind.QUOTA_NEAR, Place()) == RuleChange(threshold=0.7)
 
 
 async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, db: Database) -> None:
@@ -113,7 +138,10 @@ async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, d
         await import_catalog(db, lines(file))
     assert [tenant.name for tenant in await list_tenants(db)] == ["acme"]
     done = await import_catalog(db, lines(file), skip_existing=True)
-    assert (done.skipped, done.rows, done.digests) == (["acme"], {"tenants": 3}, []), "nor what it has, shares included"
+    kept = {"tenants": 3, "alert_rules": 1}
+    assert (done.skipped, done.rows, done.digests) == (["acme"], kept, []), "nor what it has, shares included"
+    again = await import_catalog(db, lines(file), skip_existing=True)
+    assert again.rows == {}, "a rule of all gives way to one that is here as well"
     assert await get_tenant(db, "acme") == mine
     assert await list_adapters(db, mine.id) == ()
 

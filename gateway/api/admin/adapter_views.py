@@ -15,6 +15,8 @@ from stencilpress.gateway.catalog.records import (
     AliasMove,
     AliasTarget,
     Canary,
+    CanaryGuard,
+    Keeping,
     Share,
     SmokeRun,
     SmokeSuite,
@@ -27,6 +29,7 @@ from stencilpress.gateway.lifecycle.uploads import Upload
 
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Reason = Annotated[str, Meta(max_length=500, description="Why, for the history.")]
+Etag = Annotated[str, Meta(pattern=r'^"[0-9]{1,18}"$')]
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
@@ -66,11 +69,40 @@ class VersionView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class CanaryGuardView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a canary is taken back by itself. One of the two limits is needed; null sets none."""
+
+    max_error_share: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, Meta(description="Share of its requests that may fail.")
+    ] = None
+    max_ttft_ratio: Annotated[
+        Annotated[float, Meta(ge=1, le=100)] | None,
+        Meta(description="Its p95 of the first token by that of the version beside it."),
+    ] = None
+    min_requests: Annotated[int, Meta(ge=1, le=1_000_000, description="Fewer decide nothing.")] = 50
+    window_s: Annotated[
+        int, Meta(ge=60, le=86_400, description="Only requests of so many seconds count, and since the last move.")
+    ] = 600
+
+
 class CanaryView(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A second version, and the percentage of users that get it."""
+    """A second version, the percentage of users that get it, and when it is taken back by itself."""
 
     version: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     percent: Annotated[int, Meta(ge=1, le=100)]
+    guard: CanaryGuardView | None = None
+
+    @classmethod
+    def of(cls, canary: Canary | None) -> CanaryView | None:
+        if canary is None:
+            return None
+        guard = None if canary.guard is None else msgspec.convert(canary.guard, CanaryGuardView, from_attributes=True)
+        return cls(canary.version, canary.percent, guard)
+
+    @property
+    def canary(self) -> Canary:
+        guard = None if self.guard is None else CanaryGuard(**msgspec.structs.asdict(self.guard))
+        return Canary(self.version, self.percent, guard)
 
 
 class AliasView(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +121,24 @@ class AliasView(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def at(cls, adapter: str, alias: str, target: AliasTarget, move_id: int) -> AliasView:
         return cls(
-            adapter=adapter, alias=alias, version=target.version, canary=canary_view(target.canary), etag=f'"{move_id}"'
+            adapter=adapter,
+            alias=alias,
+            version=target.version,
+            canary=CanaryView.of(target.canary),
+            etag=f'"{move_id}"',
         )
 
 
 class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter with its versions and aliases."""
+    """An adapter with its versions and aliases.
+
+    `kept`: `pin`, what its `prod` stands for stays in the engines' memory; `preload`, it is brought in at their start.
+    """
 
     name: str
     created_at: datetime
     deleted_at: datetime | None
+    kept: Keeping | None
     versions: list[VersionView]
     aliases: list[AliasView]
 
@@ -108,6 +148,7 @@ class AdapterView(msgspec.Struct, frozen=True, kw_only=True):
             name=one.name,
             created_at=one.created_at,
             deleted_at=one.deleted_at,
+            kept=one.kept,
             versions=[VersionView.of(version, one) for version in one.versions],
             aliases=[alias_view(one, alias) for alias in one.aliases],
         )
@@ -137,25 +178,26 @@ class AddedVersionView(msgspec.Struct, frozen=True, kw_only=True):
 class AliasChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an alias is to point.
 
-    `expected_version` is where you believe that it points now, 0 that there is none; the header `If-Match` with the
-    `etag` that you have seen does as well. One of the two is needed.
+    `expected_version` is where you believe that it points now, 0 that there is none; the `etag` that you have seen, in
+    `expected_etag` or in the header `If-Match`, does as well. One of them is needed.
     """
 
     version: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     canary: CanaryView | None = None
     expected_version: Number | UnsetType = UNSET
+    expected_etag: Etag | UnsetType = UNSET
     reason: Reason = ""
 
     @property
     def target(self) -> AliasTarget:
-        canary = self.canary
-        return AliasTarget(self.version, Canary(canary.version, canary.percent) if canary is not None else None)
+        return AliasTarget(self.version, self.canary.canary if self.canary is not None else None)
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Take back the last move; with `expected_version` only if the alias still points there."""
+    """Take back the last move; with `expected_version` or `expected_etag` only if the alias is still so."""
 
     expected_version: Number | UnsetType = UNSET
+    expected_etag: Etag | UnsetType = UNSET
     reason: Reason = ""
 
 
@@ -178,7 +220,7 @@ class AliasMoveView(msgspec.Struct, frozen=True, kw_only=True):
             alias=one.alias,
             kind=one.kind,
             version=one.target.version if one.target is not None else None,
-            canary=canary_view(one.target.canary) if one.target is not None else None,
+            canary=CanaryView.of(one.target.canary) if one.target is not None else None,
             actor=one.actor,
             reason=one.reason,
             at=one.at,
@@ -272,10 +314,6 @@ class UploadDigests(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The SHA-256 of each file as a whole."""
 
     sha256: dict[str, Sha256]
-
-
-def canary_view(canary: Canary | None) -> CanaryView | None:
-    return None if canary is None else CanaryView(canary.version, canary.percent)
 
 
 def alias_view(adapter: Adapter, alias: str) -> AliasView:

@@ -13,15 +13,21 @@ from stencilpress.gateway.api.admin.adapter_views import AdapterView, ShareView,
 from stencilpress.gateway.api.admin.desk import desk_of, number_of
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.catalog import adapters, lifecycle
-from stencilpress.gateway.catalog.records import find_version_of
+from stencilpress.gateway.catalog.kept import set_kept
+from stencilpress.gateway.catalog.records import Keeping, find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import InternalError
+from stencilpress.gateway.lifecycle.contents import Contents
 from stencilpress.gateway.lifecycle.diff import Diff
 from stencilpress.gateway.worker_process import WorkerError
 
 
 class AdapterQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     deleted: Annotated[bool, Meta(description="Deleted adapters and versions too.")] = False
+
+
+class DeletedQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    deleted: Annotated[bool, Meta(description="Also if it was deleted, and its deleted versions.")] = False
 
 
 class DiffQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,9 +48,10 @@ async def list_adapters(call: Call, query: AdapterQuery) -> Page[AdapterView]:
 
 
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}", Permission.READ)
-async def get_adapter(call: Call) -> AdapterView:
+async def get_adapter(call: Call, query: DeletedQuery) -> AdapterView:
     """One adapter with its versions and aliases."""
-    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter")))
+    name = call.path("adapter")
+    return AdapterView.of(await adapters.get_adapter(call.services.db, call.tenant.id, name, deleted=query.deleted))
 
 
 @operation("DELETE", "/tenants/{tenant}/adapters/{adapter}", Permission.WRITE)
@@ -108,6 +115,13 @@ async def restore_version(call: Call) -> VersionView:
     return await get_version.handler(call)  # type: ignore[no-any-return]
 
 
+@operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/contents", Permission.READ)
+async def get_version_contents(call: Call) -> Contents:
+    """The config of a version, and the projections that it adapts with their ranks."""
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter"))
+    return await desk_of(call).contents(find_version_of(adapter, number_of(call)), call.tenant.id)
+
+
 @operation("GET", "/tenants/{tenant}/adapters/{adapter}/versions/{version}/diff", Permission.READ)
 async def diff_versions(call: Call, query: DiffQuery) -> Diff:
     """What differs from the version to the `other`: config, modules, ranks by layer, and how far weights have moved."""
@@ -145,6 +159,38 @@ async def unshare_adapter(call: Call) -> web.Response:
     return web.Response(status=204)
 
 
+@operation("PUT", "/tenants/{tenant}/adapters/{adapter}/pin", Permission.OPERATE)
+async def pin_adapter(call: Call) -> AdapterView:
+    """Keep what an adapter's `prod` stands for in the engines' memory.
+
+    It is brought in when nobody waits for another, and never evicted, in half of the memory for adapters at most. It
+    follows the alias, and lasts until it is taken back.
+    """
+    return await _keep(call, "pin")
+
+
+@operation("DELETE", "/tenants/{tenant}/adapters/{adapter}/pin", Permission.OPERATE)
+async def unpin_adapter(call: Call) -> AdapterView:
+    """Pin an adapter no longer, nor preload it; what is in memory may be evicted from now on."""
+    return await _keep(call, None)
+
+
+@operation("POST", "/tenants/{tenant}/adapters/{adapter}/preload", Permission.OPERATE)
+async def preload_adapter(call: Call) -> AdapterView:
+    """Have what an adapter's `prod` stands for brought into the engines' memory now, and whenever they start.
+
+    It may be evicted like any other; asked again, it is brought in again. An adapter that is pinned stays so.
+    """
+    return await _keep(call, "preload")
+
+
+async def _keep(call: Call, kept: Keeping | None) -> AdapterView:
+    db, name = call.services.db, call.path("adapter")
+    await set_kept(db, call.tenant.id, name, kept, actor=call.actor)
+    await call.services.keeper.say()
+    return AdapterView.of(await adapters.get_adapter(db, call.tenant.id, name))
+
+
 OPERATIONS = (
     list_adapters,
     get_adapter,
@@ -154,8 +200,12 @@ OPERATIONS = (
     set_version_defaults,
     delete_version,
     restore_version,
+    get_version_contents,
     diff_versions,
     list_shares,
     share_adapter,
     unshare_adapter,
+    pin_adapter,
+    unpin_adapter,
+    preload_adapter,
 )

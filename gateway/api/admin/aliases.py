@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -49,9 +50,9 @@ async def move_alias(call: Call, body: AliasChange) -> AliasView:
 
     A version that `prod` has not served must pass the adapter's smoke prompts; they are run if they have not been.
     """
-    expected = expectation(call, None if body.expected_version is UNSET else body.expected_version)
+    expected = _expected(call, body)
     if expected == Expected():
-        text = "expected_version: say where the alias points now, or send If-Match"
+        text = "expected_version: say where the alias points now, or send its etag"
         raise InvalidRequestError(text, param="expected_version", code="missing_required_parameter")
     moved = await move_past_gate(
         call.services.db,
@@ -70,7 +71,7 @@ async def move_alias(call: Call, body: AliasChange) -> AliasView:
 @operation("POST", "/tenants/{tenant}/adapters/{adapter}/aliases/{alias}/rollback", Permission.WRITE)
 async def roll_back_alias(call: Call, body: Rollback) -> AliasView:
     """Take back the last move of an alias; repeated, the one before it. Smoke prompts are not asked for."""
-    expected = expectation(call, None if body.expected_version is UNSET else body.expected_version)
+    expected = _expected(call, body)
     moved = await aliases.roll_back(
         call.services.db,
         call.tenant.id,
@@ -135,11 +136,18 @@ async def list_smoke_runs(call: Call) -> Page[SmokeRunView]:
     return Page([SmokeRunView.of(one) for one in found], None)
 
 
+def _expected(call: Call, body: AliasChange | Rollback) -> Expected:
+    """Of the body and the headers. Raises :class:`InvalidRequestError`."""
+    version = None if body.expected_version is UNSET else body.expected_version
+    return expectation(call, version, None if body.expected_etag is UNSET else body.expected_etag)
+
+
 async def _run(call: Call, number: int) -> SmokeRun:
     """Run the suite for a version and keep the outcome. Raises :class:`ConflictError` without one."""
     services, tenant, name = call.services, call.tenant, call.path("adapter")
     version = find_version_of(await adapters.get_adapter(services.db, tenant.id, name), number)
-    async with services.using(version.digest, tenant.id):
+    turn = services.smoke_turns.setdefault(tenant.id, asyncio.Lock())
+    async with turn, services.using(version.digest, tenant.id):
         base = services.router.base.id
         return await run_for(
             services.db, services.engine, services.tokenizer, tenant, name, number, base, actor=call.actor

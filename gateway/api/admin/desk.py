@@ -28,15 +28,15 @@ def number_of(call: Call) -> int:
     return int(text)
 
 
-def expectation(call: Call, expected_version: int | None) -> Expected:
-    """What a body and the headers ``If-Match`` and ``If-None-Match`` expect of an alias.
+def expectation(call: Call, expected_version: int | None, expected_etag: str | None = None) -> Expected:
+    """What a body and the headers ``If-Match`` and ``If-None-Match`` expect of an alias; the header goes first.
 
     Raises :class:`InvalidRequestError` for a header that is no etag of ours.
     """
     headers = call.request.headers
     if headers.get("If-None-Match") == "*":
         return Expected(version=0)
-    text = headers.get("If-Match")
+    text = headers.get("If-Match", expected_etag)
     if text is None:
         return Expected(version=expected_version)
     match = _ETAG.fullmatch(text)

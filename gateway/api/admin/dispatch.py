@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -11,6 +14,7 @@ from aiohttp.typedefs import Handler
 
 from stencilpress.gateway.access import Actor, Permission, Role, check_permission
 from stencilpress.gateway.api.admin.operation import JSON, Call, Operation
+from stencilpress.gateway.api.admin.tables import csv_response, wants_csv
 from stencilpress.gateway.api.body import read_body
 from stencilpress.gateway.api.schemas import validation_error
 from stencilpress.gateway.catalog.records import Tenant
@@ -20,59 +24,97 @@ from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import REQUEST_ID, authenticate
 from stencilpress.gateway.services import SERVICES, Services
 
+FIRST_YEAR, LAST_YEAR = 1970, 9000
+"""Of instants that somebody may name."""
 NOT_FOUND = "There is nothing here by this name, or it is not yours."
 
 
-def handler_of(operation: Operation) -> Handler:
-    """The aiohttp handler that runs an operation."""
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks for an operation, and whom the audit log names for it."""
+
+    principal: Principal
+    actor: Actor
+
+
+async def ask_by_key(request: web.Request) -> Asker:
+    """Whoever shows a key. Raises as :func:`authenticate` does."""
+    principal = await authenticate(request)
+    return Asker(principal, actor_of(request, principal))
+
+
+def handler_of(operation: Operation, who: Callable[[web.Request], Awaitable[Asker]] = ask_by_key) -> Handler:
+    """The aiohttp handler that runs an operation for ``who`` asks."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        principal = await authenticate(request)
-        try:
-            return await _run(operation, request, principal)
-        except NotFoundError:
-            if principal.role is Role.OPERATOR:
-                raise
-            raise NotFoundError(NOT_FOUND) from None  # the same for what is another's and what does not exist
+        asker = await who(request)
+        answer = await perform(operation, request, asker, request.match_info, lambda: _read_given(operation, request))
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        if operation.table is not None and wants_csv(request):
+            return csv_response(operation.table(answer))
+        headers = {"Cache-Control": "no-store"}
+        body = msgspec.json.encode(answer)
+        return web.Response(status=operation.status, body=body, content_type=JSON, headers=headers)
 
     return handle
 
 
-async def _run(operation: Operation, request: web.Request, principal: Principal) -> web.StreamResponse:
-    services = request.app[SERVICES]
-    tenant = await _tenant_of_path(operation, request, services, principal)
-    check_permission(principal.role, operation.needs)
+async def perform(
+    operation: Operation,
+    request: web.Request,
+    asker: Asker,
+    parts: Mapping[str, str],
+    read: Callable[[], Awaitable[dict[str, Any]]],
+) -> Any:
+    """Run an operation. ``parts`` are those of its path; ``read`` gives its query and body once it is clear that the
+    asker may ask.
+
+    Raises :class:`NotFoundError`, the same for what is another's and what does not exist,
+    :class:`PermissionDeniedError`, and whatever the operation does.
+    """
+    services, principal = request.app[SERVICES], asker.principal
+    try:
+        tenant = None
+        if "{tenant}" in operation.path:
+            tenant = await find_tenant(services, principal, parts["tenant"], operation.needs)
+        check_permission(principal.role, operation.needs)
+        given = await read()
+        for struct in given.values():
+            _check_instants(struct)
+        call = Call(request, services, asker.actor, principal.tenant, tenant, parts)
+        answer = await operation.handler(call, **given)
+    except NotFoundError:
+        if principal.role is Role.OPERATOR:
+            raise
+        raise NotFoundError(NOT_FOUND) from None
+    if operation.method != "GET":
+        with suppress(UnavailableError):  # the change is made; without an answer nothing is taken from memory anyway
+            await services.changes.poll()
+    return answer
+
+
+async def find_tenant(services: Services, principal: Principal, name: str, needs: Permission) -> Tenant:
+    """Before anything else is looked at: of a foreign tenant nobody learns anything, not even that a right is lacking.
+
+    Raises :class:`NotFoundError`.
+    """
+    is_operator = principal.role is Role.OPERATOR
+    if not is_operator and name != principal.tenant:
+        raise NotFoundError(NOT_FOUND)
+    return await get_tenant(services.db, name, deleted=is_operator and needs is Permission.OPERATE)
+
+
+async def _read_given(operation: Operation, request: web.Request) -> dict[str, Any]:
+    """What a request gives an operation. Raises :class:`InvalidRequestError`, :class:`RequestTooLargeError`."""
     given: dict[str, Any] = {}
     if operation.query is not None:
         given["query"] = read_query(request, operation.query)
     elif request.query:
         raise _unknown_parameter(next(iter(request.query)))
     if operation.body is not None:
-        given["body"] = decode_body(await read_body(request, services.settings), operation.body)
-    call = Call(request, services, actor_of(request, principal), principal.tenant, tenant)
-    answer = await operation.handler(call, **given)
-    if operation.method != "GET":
-        with suppress(UnavailableError):  # the change is made; without an answer nothing is taken from memory anyway
-            await services.changes.poll()
-    if isinstance(answer, web.StreamResponse):
-        return answer
-    headers = {"Cache-Control": "no-store"}
-    return web.Response(status=operation.status, body=msgspec.json.encode(answer), content_type=JSON, headers=headers)
-
-
-async def _tenant_of_path(
-    operation: Operation, request: web.Request, services: Services, principal: Principal
-) -> Tenant | None:
-    """Before anything else is looked at: of a foreign tenant a key learns nothing, not even that it lacks a right.
-
-    Raises :class:`NotFoundError`.
-    """
-    if "{tenant}" not in operation.path:
-        return None
-    name, is_operator = request.match_info["tenant"], principal.role is Role.OPERATOR
-    if not is_operator and name != principal.tenant:
-        raise NotFoundError(NOT_FOUND)
-    return await get_tenant(services.db, name, deleted=is_operator and operation.needs is Permission.OPERATE)
+        given["body"] = decode_body(await read_body(request, request.app[SERVICES].settings), operation.body)
+    return given
 
 
 def actor_of(request: web.Request, principal: Principal) -> Actor:
@@ -111,6 +153,17 @@ def read_query(request: web.Request, kind: type[Any]) -> Any:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from None
+
+
+def _check_instants(given: Any) -> None:
+    """Whether a struct's instants can be reckoned with: a day more or less must not leave the calendar.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    for name in given.__struct_fields__ if isinstance(given, msgspec.Struct) else ():
+        value = getattr(given, name)
+        if isinstance(value, datetime) and not FIRST_YEAR <= value.year <= LAST_YEAR:
+            raise InvalidRequestError(f"{name}: is not between the years {FIRST_YEAR} and {LAST_YEAR}", param=name)
 
 
 def _unknown_parameter(name: str) -> InvalidRequestError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -92,12 +92,23 @@ def query_parameters(query: type[Any] | None) -> list[dict[str, Any]]:
     """What a query string may have, as OpenAPI's parameter objects."""
     if query is None:
         return []
-    schema = msgspec.json.schema(query)
-    fields = schema["$defs"][query.__name__]
+    _, components = msgspec.json.schema_components([query], ref_template="#/{name}")
+    fields = _inlined(components[query.__name__], components)
     return [
         {"name": name, "in": "query", "required": name in fields.get("required", ()), "schema": described}
         for name, described in fields["properties"].items()
     ]
+
+
+def _inlined(schema: Any, components: Mapping[str, Any]) -> Any:
+    """A schema with what it refers to in its place: parameters are described where they stand."""
+    if isinstance(schema, list):
+        return [_inlined(one, components) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return components[schema["$ref"].removeprefix("#/")]
+    return {name: _inlined(one, components) for name, one in schema.items()}
 
 
 def _is_schema(kind: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
@@ -24,6 +24,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from stencilpress.gateway.access import Actor, Permission
+from stencilpress.gateway.api.admin.tables import Table
 from stencilpress.gateway.catalog.records import Tenant
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.services import Services
@@ -47,6 +48,8 @@ class Call:
     """The name of the key's tenant."""
     path_tenant: Tenant | None
     """The tenant of the path, if it has one."""
+    parts: Mapping[str, str]
+    """The other parts of the path, decoded, by their names in the pattern."""
 
     @property
     def tenant(self) -> Tenant:
@@ -57,7 +60,7 @@ class Call:
 
     def path(self, name: str) -> str:
         """A part of the path, decoded."""
-        return self.request.match_info[name]
+        return self.parts[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,8 @@ class Operation:
     accepts: tuple[str, ...]
     """Media types of a body that the handler reads by itself."""
     produces: str
+    table: Callable[[Any], Table] | None
+    """Makes CSV of the answer for those who ask for it."""
 
     @property
     def id(self) -> str:
@@ -98,6 +103,7 @@ def operation(
     status: int = 200,
     accepts: Sequence[str] = (),
     produces: str = JSON,
+    table: Callable[[Any], Table] | None = None,
 ) -> Callable[[Handler], Operation]:
     """Make an operation of a handler; its ``body``, ``query`` and answer are read off its annotations."""
 
@@ -114,6 +120,7 @@ def operation(
             hints["return"],
             tuple(accepts),
             produces,
+            table,
         )
 
     return make

@@ -6,7 +6,22 @@ import msgspec
 from aiohttp import web
 
 from stencilpress.gateway.access import ADMIN_PREFIX
-from stencilpress.gateway.api.admin import adapters, aliases, audit, catalog, keys, tenants, uploads, usage
+from stencilpress.gateway.api.admin import (
+    adapters,
+    alerts,
+    aliases,
+    all_adapters,
+    audit,
+    canary,
+    catalog,
+    engines,
+    keys,
+    live,
+    series,
+    tenants,
+    uploads,
+    usage,
+)
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
 from stencilpress.gateway.api.admin.operation import JSON
@@ -15,9 +30,15 @@ OPERATIONS = (
     *tenants.OPERATIONS,
     *keys.OPERATIONS,
     *adapters.OPERATIONS,
+    *all_adapters.OPERATIONS,
     *aliases.OPERATIONS,
+    *canary.OPERATIONS,
     *uploads.OPERATIONS,
     *usage.OPERATIONS,
+    *series.OPERATIONS,
+    *engines.OPERATIONS,
+    *live.OPERATIONS,
+    *alerts.OPERATIONS,
     *audit.OPERATIONS,
     *catalog.OPERATIONS,
 )

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from stencilpress.gateway.access import PERMISSIONS, Permission, Role
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
-from stencilpress.gateway.api.admin.views import LimitChanges, Me, NewTenant, TenantView, given
-from stencilpress.gateway.catalog import tenants
+from stencilpress.gateway.api.admin.views import (
+    LimitChanges,
+    Me,
+    NewTenant,
+    Purge,
+    Purged,
+    QuotaView,
+    TenantView,
+    given,
+)
+from stencilpress.gateway.catalog import erasure, tenants
+from stencilpress.gateway.catalog.adapters import stored
 from stencilpress.gateway.catalog.limits import changed
 from stencilpress.gateway.catalog.records import TenantLimits
-from stencilpress.gateway.errors import ConflictError
+from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 
 
 class TenantQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +88,18 @@ async def change_tenant(call: Call, body: LimitChanges) -> TenantView:
     return TenantView.of(changed_)
 
 
+@operation("GET", "/tenants/{tenant}/quota", Permission.READ)
+async def get_quota(call: Call) -> QuotaView:
+    """What the tenant uses now, beside its limits.
+
+    Several gateways without a shared quota store count each for itself; then this is what the one that answers has
+    counted.
+    """
+    limits, services = call.tenant.limits, call.services
+    levels = await services.accounting.quotas.levels(call.tenant.id, limits.quota)
+    return QuotaView.of(limits, levels, *await stored(services.db, call.tenant.id))
+
+
 @operation("POST", "/tenants/{tenant}/disable", Permission.OPERATE)
 async def disable_tenant(call: Call) -> TenantView:
     """Refuse a tenant's keys and uploads from now on; streams that run end normally."""
@@ -106,6 +129,20 @@ async def restore_tenant(call: Call) -> TenantView:
     return TenantView.of(await tenants.restore_tenant(call.services.db, call.tenant.name, actor=call.actor))
 
 
+@operation("POST", "/tenants/{tenant}/purge", Permission.OPERATE)
+async def purge_tenant(call: Call, body: Purge) -> Purged:
+    """Erase a deleted tenant for good: adapters, keys, people, alerts, single requests.
+
+    Its name is free again. The audit log stays, without its people's addresses, and so do the sums of its usage.
+    """
+    _check_not_own(call)
+    if body.confirm != call.tenant.name:
+        raise InvalidRequestError("confirm: is not the tenant's name", param="confirm")
+    erased = await erasure.purge_tenant(call.services.db, call.tenant.name, actor=call.actor)
+    await call.services.engine.forget(erased.digests)
+    return msgspec.convert(erased, Purged, from_attributes=True)
+
+
 def _check_not_own(call: Call) -> None:
     """An operator does not lock itself out by a slip; the command on the server can. Raises :class:`ConflictError`."""
     if call.tenant.id == call.actor.tenant_id:
@@ -118,8 +155,10 @@ OPERATIONS = (
     create_tenant,
     get_tenant,
     change_tenant,
+    get_quota,
     disable_tenant,
     enable_tenant,
     delete_tenant,
     restore_tenant,
+    purge_tenant,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, timedelta
 from typing import Annotated
 
 import msgspec
@@ -10,9 +11,17 @@ from msgspec import Meta
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
+from stencilpress.gateway.api.admin.tables import Format, Table
 from stencilpress.gateway.api.admin.views import Instant
 from stencilpress.gateway.catalog.usage import Period, UsageSum
-from stencilpress.gateway.catalog.usage_reports import DEFAULT_PERIODS, list_requests, time_span, usage_by_adapter
+from stencilpress.gateway.catalog.usage_reports import (
+    DEFAULT_PERIODS,
+    DayUsage,
+    list_requests,
+    time_span,
+    usage_by_adapter,
+    usage_by_day,
+)
 from stencilpress.gateway.usage.histogram import Counts, quantiles
 from stencilpress.gateway.usage.record import UsageRow
 
@@ -118,6 +127,47 @@ async def list_usage(call: Call, query: UsageQuery) -> Page[UsageView]:
     return paged(found, query.limit, lambda one: one[0], UsageView.of)
 
 
+class DaysQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    first: Annotated[date | None, Meta(description="By default 29 days before the last.")] = None
+    last: Annotated[date | None, Meta(description="By default today.")] = None
+    format: Annotated[Format, Meta(description="`csv` for a file; so does `Accept: text/csv`.")] = "json"
+
+
+class DayView(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a tenant's requests of one day, which is one of UTC. Undelivered tokens are not billed."""
+
+    day: date
+    requests: int
+    failures: int
+    cold_starts: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    undelivered_tokens: int
+
+
+class DaysView(msgspec.Struct, frozen=True):
+    """Every day of the span, the oldest first."""
+
+    data: list[DayView]
+
+    @classmethod
+    def of(cls, days: Sequence[DayUsage]) -> DaysView:
+        return cls([msgspec.convert(one, DayView, from_attributes=True) for one in days])
+
+    def table(self) -> Table:
+        names = DayView.__struct_fields__
+        return Table("usage-by-day", names, ([getattr(one, name) for name in names] for one in self.data))
+
+
+@operation("GET", "/tenants/{tenant}/usage/days", Permission.READ, table=DaysView.table)
+async def list_usage_days(call: Call, query: DaysQuery) -> DaysView:
+    """Usage by day, at most 400 days, out of roll-ups, which are some seconds behind."""
+    last = query.last or datetime.now(UTC).date()
+    first = query.first or last - timedelta(days=DEFAULT_PERIODS - 1)
+    return DaysView.of(await usage_by_day(call.services.db, call.tenant.id, first, last))
+
+
 @operation("GET", "/tenants/{tenant}/requests", Permission.READ)
 async def list_tenant_requests(call: Call, query: PageQuery) -> Page[RequestView]:
     """A tenant's admitted requests, newest first, as long as they are kept."""
@@ -130,4 +180,4 @@ async def list_tenant_requests(call: Call, query: PageQuery) -> Page[RequestView
     return paged(found, query.limit, lambda one: (one.admitted_at, one.key), RequestView.of)
 
 
-OPERATIONS = (list_usage, list_tenant_requests)
+OPERATIONS = (list_usage, list_usage_days, list_tenant_requests)

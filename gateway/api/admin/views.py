@@ -13,8 +13,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from stencilpress.gateway.access import MAX_SCOPES, Role
 from stencilpress.gateway.catalog.limits import MAX_BYTES, MAX_COUNT, flat
-from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant
+from stencilpress.gateway.catalog.records import AuditEntry, Key, Tenant, TenantLimits
 from stencilpress.gateway.keys import MAX_LABEL_CHARS, MAX_OVERLAP, IssuedKey
+from stencilpress.gateway.quota.terms import DIMENSIONS, Levels
 
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
@@ -51,6 +52,24 @@ class LimitChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokens_per_month: Annotated[Tokens | None, Meta(description="Tokens from the first.")] | UnsetType = UNSET
     time_zone: Annotated[str, Meta(max_length=64, description="Whose midnight: an IANA name.")] | UnsetType = UNSET
     quota_shadow: Annotated[bool, Meta(description="Report what would be refused, refuse nothing.")] | UnsetType = UNSET
+
+
+class Purge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What cannot be undone is said twice."""
+
+    confirm: Annotated[str, Meta(max_length=64, description="The tenant's name.")]
+
+
+class Purged(msgspec.Struct, frozen=True, kw_only=True):
+    """What was erased. The audit log and the roll-ups know the tenant as `tombstone` from now on."""
+
+    tenant: str
+    tombstone: str
+    adapters: int
+    versions: int
+    keys: int
+    users: int
+    requests: int
 
 
 class NewTenant(LimitChanges, frozen=True, kw_only=True):
@@ -91,6 +110,39 @@ class TenantView(msgspec.Struct, frozen=True, kw_only=True):
             disabled_at=one.disabled_at,
             deleted_at=one.deleted_at,
             **flat(one.limits),
+        )
+
+
+class Level(msgspec.Struct, frozen=True):
+    """Of one dimension. `used` includes what running requests have reserved; null is not counted. Null is no limit."""
+
+    used: int | None
+    limit: int | None
+
+
+class QuotaView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant uses now, beside its limits."""
+
+    concurrent_streams: Level
+    requests_per_minute: Level
+    tokens_per_minute: Level
+    tokens_per_day: Level
+    tokens_per_month: Level
+    adapters: Level
+    stored_bytes: Level
+    time_zone: str
+    shadow: bool
+
+    @classmethod
+    def of(cls, limits: TenantLimits, levels: Levels, adapters: int, stored_bytes: int) -> QuotaView:
+        quota = limits.quota
+        pairs = {name: Level(getattr(levels, name), getattr(quota, name)) for name in DIMENSIONS}
+        return cls(
+            **pairs,
+            adapters=Level(adapters, limits.max_adapters),
+            stored_bytes=Level(stored_bytes, limits.stored_bytes),
+            time_zone=quota.time_zone,
+            shadow=quota.shadow,
         )
 
 

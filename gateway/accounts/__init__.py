@@ -1,0 +1,1 @@
+"""People who use the console: their passwords, links and sessions."""

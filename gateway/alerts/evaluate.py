@@ -1,0 +1,142 @@
+"""From readings to the incidents that they make. Pure: the clock, the rules and what is open are given."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, State, Subject, advance
+from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules
+from stencilpress.gateway.names import ANY_BASE
+from stencilpress.gateway.usage.histogram import Counts, add, quantiles
+
+MAX_OPEN = 100
+"""Incidents of one kind and tenant that are open at once; of more the worst are kept: nobody reads ten thousand."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Requests of one adapter, or of a whole tenant, in the window."""
+
+    requests: int = 0
+    failures: int = 0
+    cold_starts: int = 0
+    ttft: Counts = field(default_factory=dict)
+    cold_start: Counts = field(default_factory=dict)
+
+    def merge(self, other: Traffic) -> None:
+        self.requests += other.requests
+        self.failures += other.failures
+        self.cold_starts += other.cold_starts
+        add(self.ttft, other.ttft)
+        add(self.cold_start, other.cold_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What one evaluation looks at. ``traffic`` is by tenant and adapter, ``base`` for the base alone."""
+
+    traffic: Mapping[tuple[int, str], Traffic] = field(default_factory=dict)
+    facts: Mapping[Subject, Measured] = field(default_factory=dict)
+    """All that is not traffic, as it is: engines, disks, quotas, damaged versions, canaries."""
+    unknown: frozenset[Kind] = frozenset()
+    """Kinds that could not be read this time: their incidents stay as they are."""
+
+
+def evaluate(open_: Mapping[Subject, Incident], readings: Readings, rules: Rules, now: datetime) -> Moves:
+    """What has come, fired, and gone. Every open incident and every reading is looked at once."""
+    seen = _kept(measured(readings, rules), open_)
+    changed: dict[Subject, Incident] = {}
+    dropped: set[Subject] = set()
+    fired, resolved = [], []
+    for subject in {**open_, **seen}:
+        if subject.kind in readings.unknown:
+            continue
+        before = open_.get(subject)
+        after = advance(before, subject, seen.get(subject), rules.of(subject.kind, subject.place), now)
+        if after is None:
+            if before is not None:
+                dropped.add(subject)
+            continue
+        if after != before:
+            changed[subject] = after
+        was_firing = before is not None and before.state is State.FIRING
+        if after.state is State.FIRING and not was_firing:
+            fired.append(after)
+        elif after.state is State.RESOLVED and was_firing:
+            resolved.append(after)
+    return Moves(changed, frozenset(dropped), tuple(fired), tuple(resolved))
+
+
+def measured(readings: Readings, rules: Rules) -> dict[Subject, Measured]:
+    """Values of all subjects that are there to be judged."""
+    found = dict(readings.facts)
+    tenants: defaultdict[int, Traffic] = defaultdict(Traffic)
+    adapters: defaultdict[int, Traffic] = defaultdict(Traffic)
+    for (tenant_id, adapter), traffic in readings.traffic.items():
+        tenants[tenant_id].merge(traffic)
+        values = _values(traffic)
+        if adapter == ANY_BASE:  # it is always loaded
+            del values[Kind.HIT_RATE_LOW], values[Kind.COLD_START_SLOW]
+        else:
+            adapters[tenant_id].merge(traffic)
+        found.update(_enough(tenant_id, adapter, values, rules))
+    for tenant_id, traffic in tenants.items():
+        values = {**_values(adapters[tenant_id]), Kind.ERRORS_HIGH: _values(traffic)[Kind.ERRORS_HIGH]}
+        del values[Kind.FIRST_TOKEN_SLOW]  # an objective is an adapter's
+        found.update(_enough(tenant_id, "", values, rules))
+    return found
+
+
+Values = dict[Kind, tuple[int, float | None]]
+"""By kind the number of requests that it is judged by, and the value."""
+
+
+def _values(traffic: Traffic) -> Values:
+    cold = _share(traffic.cold_starts, traffic.requests)
+    return {
+        Kind.ERRORS_HIGH: (traffic.requests, _share(traffic.failures, traffic.requests)),
+        Kind.FIRST_TOKEN_SLOW: (sum(traffic.ttft.values()), quantiles(traffic.ttft, [0.99])[0]),
+        Kind.HIT_RATE_LOW: (traffic.requests, None if cold is None else 1 - cold),
+        Kind.COLD_START_SLOW: (sum(traffic.cold_start.values()), quantiles(traffic.cold_start, [0.99])[0]),
+    }
+
+
+def _enough(tenant_id: int, adapter: str, values: Values, rules: Rules) -> Iterator[tuple[Subject, Measured]]:
+    """Those that enough requests stand behind."""
+    for kind, (requests, value) in values.items():
+        if value is not None and requests >= rules.of(kind, Place(tenant_id, adapter)).min_requests:
+            yield Subject(kind, tenant_id, adapter), Measured(value, f"{requests} requests in ten minutes")
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _kept(seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]) -> dict[Subject, Measured]:
+    """Without what would be new beyond :data:`MAX_OPEN` of a kind and tenant; the worst values come first."""
+    groups: defaultdict[tuple[Kind, int | None], list[Subject]] = defaultdict(list)
+    for subject in seen:
+        groups[subject.kind, subject.tenant_id].append(subject)
+    kept: dict[Subject, Measured] = {}
+    for (kind, _), subjects in groups.items():
+        some = subjects if len(subjects) <= MAX_OPEN else _worst(kind, subjects, seen, open_)
+        kept.update({subject: seen[subject] for subject in some})
+    return kept
+
+
+def _worst(
+    kind: Kind, subjects: Iterable[Subject], seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]
+) -> list[Subject]:
+    """Those that are open already, then the worst: the whole tenant's counts as such."""
+    falls = DEFINITIONS[kind].falls
+
+    def order(subject: Subject) -> tuple[bool, bool, float]:
+        value = seen[subject].value
+        return subject not in open_, bool(subject.adapter), value if falls else -value
+
+    ordered = sorted(subjects, key=order)
+    already = sum(subject in open_ for subject in ordered)
+    return ordered[: max(MAX_OPEN, already)]

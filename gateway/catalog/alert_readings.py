@@ -1,0 +1,128 @@
+"""What rules are judged by, out of roll-ups: a few questions for all tenants and adapters, none for one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime, timedelta
+
+from sqlalchemy import ColumnElement, and_, func, or_, select
+
+from stencilpress.gateway.alerts.evaluate import Traffic
+from stencilpress.gateway.alerts.incidents import Measured, Subject
+from stencilpress.gateway.alerts.rules import WINDOW_S, Kind
+from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, UsageRollupRow, UsageTenantRollupRow, VersionRow
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_sums import instant, parts
+from stencilpress.gateway.names import ANY_BASE
+from stencilpress.gateway.quota.calendar import periods_at
+from stencilpress.gateway.quota.terms import Span
+from stencilpress.gateway.usage.histogram import add, unpack
+
+DAY_S = 86_400
+
+
+async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict[tuple[int, str], Traffic]:
+    """Requests of the window by tenant and adapter; histograms only of those with so many requests."""
+    row = UsageRollupRow
+    recent = (row.period == "minute", row.starts_at >= now - timedelta(seconds=WINDOW_S))
+    sums = select(
+        row.tenant_id, row.adapter, func.sum(row.requests), func.sum(row.failures), func.sum(row.cold_starts)
+    ).where(*recent)
+    busy = (
+        select(row.tenant_id, row.adapter)
+        .where(*recent)
+        .group_by(row.tenant_id, row.adapter)
+        .having(func.sum(row.requests) >= least_requests)
+        .subquery()
+    )
+    histograms = select(row.tenant_id, row.adapter, row.ttft, row.cold_start).join(
+        busy, and_(row.tenant_id == busy.c.tenant_id, row.adapter == busy.c.adapter)
+    )
+    found: dict[tuple[int, str], Traffic] = {}
+    async with db.read() as session:
+        for tenant_id, adapter, *counts in await session.execute(sums.group_by(row.tenant_id, row.adapter)):
+            requests, failures, cold_starts = map(int, counts)
+            found[tenant_id, adapter or ANY_BASE] = Traffic(requests, failures, cold_starts)
+        for tenant_id, adapter, ttft, cold_start in await session.execute(histograms.where(*recent)):
+            traffic = found[tenant_id, adapter or ANY_BASE]
+            add(traffic.ttft, unpack(ttft))
+            if cold_start is not None:
+                add(traffic.cold_start, unpack(cold_start))
+    return found
+
+
+async def read_quotas(db: Database, now: datetime) -> dict[Subject, Measured]:
+    """How much of the budgets of day and month each limited tenant has spent; one question for each time zone."""
+    row = TenantRow
+    limited = select(row.id, row.time_zone, row.tokens_per_day, row.tokens_per_month).where(
+        row.deleted_at.is_(None), or_(row.tokens_per_day.is_not(None), row.tokens_per_month.is_not(None))
+    )
+    async with db.read() as session:
+        tenants = (await session.execute(limited)).all()
+    zones: defaultdict[str, list[tuple[int, int | None, int | None]]] = defaultdict(list)
+    for tenant_id, zone, per_day, per_month in tenants:
+        zones[zone].append((tenant_id, per_day, per_month))
+    found: dict[Subject, Measured] = {}
+    for zone, members in zones.items():
+        day, month = periods_at(now.timestamp(), zone)
+        for at, item, span in ((1, "day", day), (2, "month", month)):
+            budgets = {one[0]: budget for one in members if (budget := one[at]) is not None}
+            found.update(_spent(item, budgets, await _tokens(db, budgets, span)))
+    return found
+
+
+async def read_damaged(db: Database, errors: Mapping[str, str]) -> dict[Subject, Measured]:
+    """The versions whose blobs engines could not load; ``errors`` are by digest. Deleted ones do not matter."""
+    found: dict[Subject, Measured] = {}
+    query = select(AdapterRow.tenant_id, AdapterRow.name, VersionRow.number, VersionRow.digest).join(
+        AdapterRow, VersionRow.adapter_id == AdapterRow.id
+    )
+    query = query.where(VersionRow.deleted_at.is_(None), AdapterRow.deleted_at.is_(None))
+    async with db.read() as session:
+        for some in parts(sorted(errors)):
+            rows = await session.execute(query.where(VersionRow.digest.in_(some)))
+            for tenant_id, adapter, number, digest in rows:
+                subject = Subject(Kind.ADAPTER_CORRUPT, tenant_id, adapter, str(number))
+                found[subject] = Measured(1.0, errors[digest])
+    return found
+
+
+def _spent(item: str, budgets: Mapping[int, int], used: Mapping[int, int]) -> dict[Subject, Measured]:
+    found = {}
+    for tenant_id, budget in budgets.items():
+        tokens = used.get(tenant_id, 0)
+        measured = Measured(tokens / budget, f"{tokens:,} of {budget:,} tokens of the {item}")
+        for kind in (Kind.QUOTA_NEAR, Kind.QUOTA_ALMOST_SPENT):
+            found[Subject(kind, tenant_id, item=item)] = measured
+    return found
+
+
+async def _tokens(db: Database, tenants: Collection[int], span: Span) -> dict[int, int]:
+    """Billed tokens by tenant, from roll-ups of whole days (UTC) and of the hours before and behind them."""
+    row = UsageTenantRollupRow
+    ids, total = sorted(tenants), func.sum(row.prompt_tokens + row.completion_tokens)
+    query = select(row.tenant_id, total).where(_within(span)).group_by(row.tenant_id)
+    found: dict[int, int] = {}
+    async with db.read() as session:
+        for some in parts(ids):
+            rows = await session.execute(query.where(row.tenant_id.in_(some)))
+            found.update({tenant_id: int(tokens) for tenant_id, tokens in rows})
+    return found
+
+
+def _within(span: Span) -> ColumnElement[bool]:
+    """Roll-ups that make up a span; parts of hours, in time zones that have them, count with their hour."""
+    start, end = span.start // 3600 * 3600, -(-span.end // 3600) * 3600
+    first, last = -(-start // DAY_S) * DAY_S, end // DAY_S * DAY_S
+    spans: Sequence[tuple[str, int, int]] = [("day", first, last), ("hour", start, first), ("hour", last, end)]
+    if first >= last:
+        spans = [("hour", start, end)]
+    row = UsageTenantRollupRow
+    return or_(
+        *(
+            and_(row.period == period, row.starts_at >= instant(low), row.starts_at < instant(high))
+            for period, low, high in spans
+            if low < high
+        )
+    )

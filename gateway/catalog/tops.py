@@ -1,0 +1,120 @@
+"""Who is on top: adapters or tenants of a span of hours or days by a number, out of roll-ups alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import Float, Row, Select, cast, func, select, tuple_
+
+from stencilpress.gateway.catalog.models import TenantRow, UsageRankRow, UsageRollupRow, UsageTenantRollupRow
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, floor, stored_sum
+from stencilpress.gateway.errors import InvalidRequestError
+from stencilpress.gateway.usage.histogram import quantiles
+
+By = Literal["tokens", "requests", "failures", "cold_starts", "hit_rate", "ttft_p99"]
+"""``hit_rate`` has the lowest first, everything else the highest."""
+MAX_DAYS = 31
+HOURS_SPAN = timedelta(hours=25)
+"""Longest span that is added up from hours."""
+CANDIDATES = 100
+"""For the order by a percentile: those with the most requests."""
+
+Name = tuple[int, str]
+"""A tenant's id and an adapter; "" for the base, and for a tenant as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """One line of a table. ``adapter`` is None for a tenant as a whole, "" for the base."""
+
+    tenant: str
+    adapter: str | None
+    usage: UsageSum
+
+
+@dataclass(frozen=True, slots=True)
+class TopSpan:
+    """Whole hours or days that hold a span."""
+
+    period: Period
+    start: datetime
+    end: datetime
+
+
+def top_span(start: datetime, end: datetime) -> TopSpan:
+    """Raises :class:`InvalidRequestError` for a span that is empty or too long."""
+    if start >= end:
+        raise InvalidRequestError("start: is not before the end", param="start")
+    if end - start > timedelta(days=MAX_DAYS):
+        raise InvalidRequestError(f"start: is more than {MAX_DAYS} days before the end", param="start")
+    period: Period = "hour" if end - start <= HOURS_SPAN else "day"
+    return TopSpan(period, floor(start, SECONDS[period]), end)
+
+
+async def top_adapters(db: Database, span: TopSpan, by: By, limit: int, tenant_id: int | None = None) -> list[Top]:
+    """The adapters of a tenant, or of all, that come first."""
+    row = UsageRankRow
+    columns: Any = select(row.tenant_id, row.adapter)
+    query = _within(columns, row, span).group_by(row.tenant_id, row.adapter)
+    if tenant_id is not None:
+        query = query.where(row.tenant_id == tenant_id)
+    names = query.order_by(*_order(row, by), row.tenant_id, row.adapter).limit(_wanted(by, limit))
+    async with db.read() as session:
+        found = [(one.tenant_id, one.adapter) for one in (await session.execute(names)).all()]
+        table = UsageRollupRow
+        rows = _within(select(table.__table__), table, span)
+        stored = (await session.execute(rows.where(tuple_(table.tenant_id, table.adapter).in_(found)))).all()
+        tenants = await _names(session, {tenant for tenant, _ in found})
+    sums = await asyncio.to_thread(_added_up, found, stored, by, limit)
+    return [Top(tenants.get(tenant, ""), adapter, usage) for (tenant, adapter), usage in sums]
+
+
+async def top_tenants(db: Database, span: TopSpan, by: By, limit: int) -> list[Top]:
+    """The tenants that come first."""
+    row = UsageTenantRollupRow
+    query = _within(select(row.tenant_id), row, span).where(row.tenant_id != EVERYBODY).group_by(row.tenant_id)
+    ids = query.order_by(*_order(row, by), row.tenant_id).limit(_wanted(by, limit))
+    async with db.read() as session:
+        found = [(tenant, "") for tenant in await session.scalars(ids)]
+        rows = _within(select(row.__table__), row, span)
+        stored = (await session.execute(rows.where(row.tenant_id.in_([tenant for tenant, _ in found])))).all()
+        tenants = await _names(session, {tenant for tenant, _ in found})
+    sums = await asyncio.to_thread(_added_up, found, stored, by, limit)
+    return [Top(tenants.get(tenant, ""), None, usage) for (tenant, _), usage in sums]
+
+
+def _within(query: Select[Any], table: Any, span: TopSpan) -> Select[Any]:
+    return query.where(table.period == span.period, table.starts_at >= span.start, table.starts_at < span.end)
+
+
+def _order(row: Any, by: By) -> list[Any]:
+    requests = func.sum(row.requests)
+    if by == "hit_rate":
+        return [(cast(func.sum(row.cold_starts), Float) / requests).desc(), requests.desc()]
+    tokens = row.tokens if row is UsageRankRow else row.prompt_tokens + row.completion_tokens
+    columns = {"tokens": tokens, "failures": row.failures, "cold_starts": row.cold_starts}
+    return [func.sum(columns.get(by, row.requests)).desc()]
+
+
+def _wanted(by: By, limit: int) -> int:
+    return max(CANDIDATES, limit) if by == "ttft_p99" else limit
+
+
+async def _names(session: Any, ids: set[int]) -> dict[int, str]:
+    found = await session.execute(select(TenantRow.id, TenantRow.name).where(TenantRow.id.in_(ids)))
+    return {one.id: one.name for one in found}
+
+
+def _added_up(names: Sequence[Name], rows: Sequence[Row[Any]], by: By, limit: int) -> list[tuple[Name, UsageSum]]:
+    sums = {name: UsageSum() for name in names}
+    for row in rows:
+        sums[row.tenant_id, getattr(row, "adapter", "")].merge(stored_sum(row))
+    found = list(sums.items())
+    if by == "ttft_p99":
+        found.sort(key=lambda one: -(quantiles(one[1].ttft, [0.99])[0] or 0.0))
+    return found[:limit]

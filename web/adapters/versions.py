@@ -1,0 +1,176 @@
+"""One version: what it is, how it does, its defaults, its smoke results, and how it differs from another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from stencilpress.gateway.access import Permission
+from stencilpress.gateway.api.admin import adapters as operations
+from stencilpress.gateway.api.admin.adapter_views import AdapterView, SmokeRunView, SmokeSuiteView, VersionView
+from stencilpress.gateway.api.admin.aliases import get_smoke_prompts, list_smoke_runs
+from stencilpress.gateway.catalog.audit import actors_of
+from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
+from stencilpress.gateway.errors import ApiError, NotFoundError
+from stencilpress.gateway.lifecycle.contents import Contents
+from stencilpress.gateway.services import SERVICES
+from stencilpress.web.adapters.diffs import SHOWN, DiffShown, shown_diff
+from stencilpress.web.adapters.figures import places_of, series_of, version_charts
+from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter, live, show, shown_beside_form
+from stencilpress.web.ask import ask
+from stencilpress.web.forms import errors_of, read_form, to_struct
+from stencilpress.web.page import page, redirect, tenant_of
+
+VERSION = f"{ADAPTER}/versions/{{version}}"
+SAMPLING = (
+    ("temperature", "Temperature", "0 to 2", "0.05"),
+    ("top_p", "Top p", "0 to 1", "0.01"),
+    ("top_k", "Top k", "−1 is no limit", "1"),
+    ("min_p", "Min p", "0 to 1", "0.01"),
+    ("presence_penalty", "Presence penalty", "−2 to 2", "0.1"),
+    ("frequency_penalty", "Frequency penalty", "−2 to 2", "0.1"),
+    ("repetition_penalty", "Repetition penalty", "above 0, up to 10", "0.05"),
+)
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+
+
+@page(Permission.READ)
+async def show_version(request: web.Request) -> web.StreamResponse:
+    """``?other=`` compares it with another version."""
+    return await _page(request)
+
+
+@page(Permission.WRITE)
+async def set_defaults(request: web.Request) -> web.StreamResponse:
+    form = await read_form(request)
+    try:
+        body = to_struct(form, VersionDefaults)
+        await _ask(request, operations.set_version_defaults, body=body)
+    except ApiError as error:
+        problem = shown_beside_form(error)
+        return await _page(request, typed=dict(form), errors=errors_of(problem), status=problem.status)
+    text = "Requests that leave these fields out get them from now on." if body != NO_DEFAULTS else "No defaults now."
+    return redirect(request, f"{_here(request)}#defaults", text)
+
+
+@page(Permission.WRITE)
+async def delete_version(request: web.Request) -> web.StreamResponse:
+    name = f"{request.match_info['adapter']}@{request.match_info['version']}"
+    try:
+        await _ask(request, operations.delete_version)
+    except ApiError as error:
+        return redirect(request, _here(request), shown_beside_form(error).message, "error")
+    text = f"{name} is out of use. It can be restored until it is purged."
+    return redirect(request, f"{adapter_path(request)}?deleted=1", text)
+
+
+@page(Permission.WRITE)
+async def restore_version(request: web.Request) -> web.StreamResponse:
+    try:
+        await _ask(request, operations.restore_version)
+    except ApiError as error:
+        return redirect(request, adapter_path(request), shown_beside_form(error).message, "error")
+    return redirect(request, _here(request), f"@{request.match_info['version']} is back in use.")
+
+
+def _here(request: web.Request) -> str:
+    """Only after an operation has accepted the number in the path."""
+    return f"{adapter_path(request)}/versions/{request.match_info['version']}"
+
+
+async def _ask(request: web.Request, operation: Any, **given: Any) -> Any:
+    parts = request.match_info
+    if not _NUMBER.fullmatch(parts["version"]):
+        raise NotFoundError("version: does not exist", param="version")
+    tenant = tenant_of(request).name
+    return await ask(request, operation, tenant=tenant, adapter=parts["adapter"], version=parts["version"], **given)
+
+
+async def _page(
+    request: web.Request,
+    *,
+    typed: Mapping[str, str] | None = None,
+    errors: Mapping[str, str] | None = None,
+    status: int = 200,
+) -> web.StreamResponse:
+    adapter = await find_adapter(request)
+    version = _version_of(adapter, request.match_info["version"])
+    usable = adapter.deleted_at is None and version.deleted_at is None
+    other = request.query.get("other", "")
+    diff, problem = await _diff(request, other) if usable and other else (None, "")
+    runs: list[SmokeRunView] = (await _ask(request, list_smoke_runs)).data if usable else []
+    suite: SmokeSuiteView | None = None
+    if usable:
+        suite = await ask(request, get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name)
+    targets = [f"version:{version.version}"]
+    added_by = await actors_of(request.app[SERVICES].db, tenant_of(request).id, "version.add", targets)
+    contents = await _contents(request) if usable else None
+    series = await series_of(request, adapter.name, version.number) if usable else None
+    used = series is not None and series.total.requests > 0
+    return show(
+        request,
+        "adapters/version.html",
+        adapter,
+        "versions",
+        title=version.version,
+        status=status,
+        version=version,
+        usable=usable,
+        totals=None if series is None else series.total,
+        charts=version_charts(series) if series is not None and used else [],
+        seen=await places_of(request, [version.digest]),
+        added_by=added_by.get(targets[0], "system"),
+        contents=contents,
+        config=None if contents is None else msgspec.json.format(msgspec.json.encode(contents.config)).decode(),
+        defaults=msgspec.to_builtins(version.defaults) if typed is None else typed,
+        sampling=SAMPLING,
+        errors=errors or {},
+        runs=runs,
+        suite=suite,
+        others=[one.number for one in live(adapter) if one.number != version.number],
+        other=other,
+        diff=diff,
+        diff_problem=problem,
+        bars_shown=SHOWN,
+    )
+
+
+def _version_of(adapter: AdapterView, text: str) -> VersionView:
+    """Deleted ones too. Raises :class:`NotFoundError`."""
+    for one in adapter.versions:
+        if str(one.number) == text:
+            return one
+    raise NotFoundError("version: does not exist", param="version")
+
+
+async def _contents(request: web.Request) -> Contents | None:
+    """None where the files are out of reach: the rest of the page is worth showing."""
+    try:
+        found: Contents = await _ask(request, operations.get_version_contents)
+    except ApiError as error:
+        if error.status != 503:
+            raise
+        return None
+    return found
+
+
+async def _diff(request: web.Request, other: str) -> tuple[DiffShown | None, str]:
+    """How another version differs, or why that cannot be said."""
+    try:
+        return shown_diff(await _ask(request, operations.diff_versions, query={"other": other})), ""
+    except NotFoundError:
+        raise
+    except ApiError as error:
+        return None, error.message
+
+
+ROUTES = (
+    web.get(VERSION, show_version),
+    web.post(f"{VERSION}/defaults", set_defaults),
+    web.post(f"{VERSION}/delete", delete_version),
+    web.post(f"{VERSION}/restore", restore_version),
+)

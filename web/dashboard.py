@@ -1,0 +1,190 @@
+"""The dashboards: of all tenants, and of one. Everything is out of roll-ups; a script follows with the same figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import msgspec
+from aiohttp import web
+
+from stencilpress.gateway.access import Permission, Role
+from stencilpress.gateway.api.admin import engines, series
+from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
+from stencilpress.gateway.names import ANY_BASE
+from stencilpress.web.ask import ask
+from stencilpress.web.console import PREFIX
+from stencilpress.web.formats import milliseconds, number, percent
+from stencilpress.web.live import ALL as LIVE_ALL
+from stencilpress.web.live import TENANT as LIVE_TENANT
+from stencilpress.web.page import page, redirect, render, tenant_of
+from stencilpress.web.panels import ENGINE_CHARTS, Chart, changes, charts_of, engine_charts_of
+from stencilpress.web.span import RANGES, Shown, shown_span
+from stencilpress.web.visitor import visitor_of
+
+ALL = f"{PREFIX}/"
+TENANT = f"{PREFIX}/t/{{tenant}}/"
+ORDERS = {
+    "tokens": "Tokens",
+    "ttft_p99": "First token p99",
+    "cold_starts": "Cold starts",
+    "hit_rate": "Hit rate",
+}
+DEFAULT_ORDER = "tokens"
+POINTS = 120
+SERIES_FRESH_S = 15
+"""How often an open page asks again; roll-ups are some seconds behind."""
+TOP_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the page is asked to show."""
+
+    span: Shown
+    adapter: str
+    compare: bool
+    by: str
+
+    @classmethod
+    def of(cls, request: web.Request) -> Question:
+        query = request.query
+        by = query.get("by", DEFAULT_ORDER)
+        return cls(
+            span=shown_span(request),
+            adapter=query.get("adapter", ""),
+            compare=query.get("compare") == "1",
+            by=by if by in ORDERS else DEFAULT_ORDER,
+        )
+
+    def link(self, **changed: str) -> str:
+        """The query of this page with some parts changed."""
+        parts = self._parts
+        if "range" in changed:
+            parts |= {"start": "", "end": ""}
+        parts |= changed
+        return urlencode({name: value for name, value in parts.items() if value})
+
+    @property
+    def permalink(self) -> str:
+        """The query that shows this very time again."""
+        return self.link(range="", start=self.span.start.isoformat(), end=self.span.end.isoformat())
+
+    @property
+    def _parts(self) -> dict[str, str]:
+        fixed = not self.span.label
+        return {
+            "range": self.span.label,
+            "start": self.span.start.isoformat() if fixed else "",
+            "end": self.span.end.isoformat() if fixed else "",
+            "adapter": self.adapter,
+            "compare": "1" if self.compare else "",
+            "by": "" if self.by == DEFAULT_ORDER else self.by,
+        }
+
+
+@page(Permission.READ)
+async def show_all(request: web.Request) -> web.StreamResponse:
+    """Of all tenants, for operators; others begin at their own."""
+    visitor = visitor_of(request)
+    if visitor.role is not Role.OPERATOR:
+        return redirect(request, TENANT.replace("{tenant}", quote(visitor.tenant)))
+    question = Question.of(request)
+    view: SeriesView = await ask(request, series.get_series, query=_series_query(question))
+    return await _answer(request, question, view, None)
+
+
+@page(Permission.READ)
+async def show_tenant(request: web.Request) -> web.StreamResponse:
+    question, name = Question.of(request), tenant_of(request).name
+    query = _series_query(question) | ({"adapter": question.adapter} if question.adapter else {})
+    view: SeriesView = await ask(request, series.get_tenant_series, tenant=name, query=query)
+    return await _answer(request, question, view, name)
+
+
+async def _answer(request: web.Request, question: Question, view: SeriesView, tenant: str | None) -> web.Response:
+    """The page, or for its script what changes on it."""
+    charts = charts_of(view) | (await _engine_charts(request, question) if tenant is None else {})
+    if request.query.get("format") == "json":
+        return web.Response(
+            body=msgspec.json.encode({"charts": charts, "facts": _facts(view.total)}), content_type="application/json"
+        )
+    top = await _top(request, question, tenant)
+    return render(
+        request,
+        "dashboard.html",
+        title="Dashboard",
+        section="dashboard",
+        tenant=tenant,
+        span=question.span,
+        ranges=RANGES,
+        words=_duration(round((question.span.end - question.span.start).total_seconds())),
+        step=_duration(view.step_s),
+        link=question.link,
+        permalink=question.permalink,
+        compare=question.compare,
+        adapter=question.adapter,
+        adapters=_choices(top, question.adapter) if tenant else [],
+        charts=charts,
+        total=view.total,
+        changes=changes(view.total, view.previous_total),
+        top=top,
+        by=question.by,
+        orders=ORDERS.items(),
+        refresh_s=SERIES_FRESH_S,
+        live_url=LIVE_TENANT.replace("{tenant}", quote(tenant)) if tenant else LIVE_ALL,
+        engine_charts=ENGINE_CHARTS if tenant is None else (),
+    )
+
+
+async def _engine_charts(request: web.Request, question: Question) -> dict[str, Chart]:
+    span = question.span
+    query = {"start": span.start, "end": span.end, "points": POINTS}
+    return engine_charts_of(await ask(request, engines.get_engine_series, engine="all", query=query))
+
+
+async def _top(request: web.Request, question: Question, tenant: str | None) -> list[TopRow]:
+    span = question.span
+    query = {"by": question.by, "limit": TOP_ROWS, "start": span.start, "end": span.end}
+    operation = series.get_tenant_top if tenant else series.get_top
+    found: TopView = await ask(request, operation, tenant=tenant, query=query)
+    return found.data
+
+
+def _series_query(question: Question) -> dict[str, Any]:
+    span = question.span
+    return {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
+
+
+def _choices(top: list[TopRow], chosen: str) -> list[tuple[str, str]]:
+    """Adapters to look at alone: the busiest, and the one that is shown."""
+    names = [row.adapter or ANY_BASE for row in top]
+    names += [chosen] if chosen and chosen not in names else []
+    return [(name, "The base alone" if name == ANY_BASE else name) for name in sorted(names)]
+
+
+def _facts(total: UsageTotals) -> dict[str, str]:
+    """The figures at the head of the page, by the ids of their places."""
+    return {
+        "requests": number(total.requests),
+        "completion_tokens": number(total.completion_tokens),
+        "ttft_p99": milliseconds(total.ttft_ms.p99),
+        "inter_token_p99": milliseconds(total.inter_token_ms.p99),
+        "cold_starts": number(total.cold_starts),
+        "hit_rate": percent(total.hit_rate),
+        "failures": number(total.failures),
+    }
+
+
+def _duration(seconds: int) -> str:
+    for size, word in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds % size == 0:
+            return word if seconds == size else f"{seconds // size} {word}s"
+    return f"{seconds} seconds"
+
+
+ROUTES = (
+    web.get(ALL, show_all),
+    web.get(TENANT, show_tenant),
+)

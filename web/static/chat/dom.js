@@ -1,0 +1,41 @@
+// Nodes out of the page's templates, and copying.
+
+/** The element of `<template id>`, with each of `texts` in its element `data-<name>`. */
+export function fromTemplate(id, texts = {}) {
+  const element = document.getElementById(id).content.cloneNode(true).firstElementChild;
+  for (const [name, text] of Object.entries(texts)) part(element, name).textContent = text;
+  return element;
+}
+
+/** The element with `data-<name>` below `element`, or the element itself. */
+export const part = (element, name) => (element.matches(`[data-${name}]`) ? element : element.querySelector(`[data-${name}]`));
+
+/** Put `text` on the clipboard and say so on the button. Browsers offer the clipboard only over TLS and on localhost. */
+export async function copyBy(button, text) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else copyBySelection(text);
+  button.classList.add("copied");
+  const label = button.getAttribute("aria-label");
+  if (label !== "Copied") {
+    button.setAttribute("aria-label", "Copied");
+    setTimeout(() => {
+      button.classList.remove("copied");
+      button.setAttribute("aria-label", label);
+    }, 1600);
+  }
+}
+
+function copyBySelection(text) {
+  const area = Object.assign(document.createElement("textarea"), { value: text, className: "visually-hidden" });
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
+}
+
+/** Let the browser save `text` as a file. */
+export function download(name, type, text) {
+  const link = Object.assign(document.createElement("a"), { download: name, href: URL.createObjectURL(new Blob([text], { type })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href));
+}
