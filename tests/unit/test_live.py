@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +17,12 @@ from stencilpress.engine.messages import Stats
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.engine_view import EngineNow, EngineView
 from stencilpress.gateway.errors import UnavailableError
-from stencilpress.gateway.live import MAX_LISTENERS, LiveFeed
+from stencilpress.gateway.live import MAX_LISTENERS, LiveFeed, live_feed
 from stencilpress.gateway.live_counts import LiveCounts, LiveSlice, LiveTenant
 from stencilpress.gateway.live_picture import Sampler
+from stencilpress.gateway.metrics import Metrics
+from stencilpress.gateway.peers import ask_metrics, serve_peers
+from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.usage.engine_sums import EngineSum
 from stencilpress.gateway.usage.recorder import Admitted, Meter, Recorder
 from stencilpress.gateway.usage.refusals import RefusalCounts
@@ -123,6 +128,27 @@ async def test_pictures_are_sums_over_gateways_and_a_tenant_has_its_own_alone() 
     assert (two["total"]["tenant"], two["total"]["completion_tokens_per_s"]) == ("tenant-2", 10)
     assert (two["tenants"], two["engines"], two["gateways"]) == ([], [], 0)
     assert nine["total"] == {**two["total"], "tenant": "tenant-9", "open": 0, "completion_tokens_per_s": 0}
+
+
+async def test_gateways_ask_each_other(recorder: Recorder) -> None:
+    names = [f"stencilpress-test-{secrets.token_hex(8)}" for _ in range(3)]
+    gateways = [Metrics(number) for number in (1, 2, 3)]
+    servers = []
+    for name, metrics in zip(names[:2], gateways, strict=False):  # the third does not answer
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{name}")
+        servers.append(await serve_peers(listener, metrics))
+        metrics.live.began(7, meter(recorder, 7))
+    settings = GatewaySettings(
+        model_dir="", database_url="", engine_socket="", http_fd=-1, gateway=1, peers=",".join(names)
+    )
+    with live_feed(settings, gateways[0], cast("EngineView", Engines())).listen() as listener_:
+        picture = json.loads(await anext(listener_))
+    assert (picture["gateways"], picture["gateways_up"], picture["total"]["open"]) == (3, 2, 2)
+    assert [snapshot.gateway for snapshot in await ask_metrics(names, 1)] == [2]
+    for server in servers:
+        server.close()
+    recorder.close()
 
 
 async def test_rates_of_an_engine_are_since_the_picture_before() -> None:
