@@ -1,7 +1,8 @@
 """How long the admin API's lists take on a large catalog in PostgreSQL, over HTTP, with all that a request costs.
 
-``python -m bench console [--keys N] [--audit N] [--usage N] [--rounds N] [--record]`` starts a PostgreSQL of its own,
-fills it, and asks every list and every single object of the admin API: first pages, full pages, and pages far behind.
+``python -m bench console [--keys N] [--audit N] [--usage N] [--rounds N] [--only PATTERN] [--record]`` starts a
+PostgreSQL of its own, fills it, and asks every list and every single object of the admin API: first pages, full pages,
+and pages far behind.
 One tenant holds half of everything. A list is one more case as soon as the API has it.
 """
 
@@ -27,20 +28,20 @@ from typing import Any
 
 import asyncpg
 
+from bench import console_series
 from bench.results import Result, record
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.api.admin.openapi import query_parameters
 from stencilpress.gateway.api.admin.operation import JSON, Operation
 from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.keys import issue_key
-from stencilpress.gateway.usage.histogram import pack
+from stencilpress.gateway.sampling import server_name
+from tests.fakes.engine import FakeEngine
 from tests.integration.gateway_harness import Gateway, running_gateway
 
 TARGET_MS = 150.0
 TENANTS = 1000
 ADAPTERS = 10_000
-ADAPTERS_USED = 5000
-"""By each of two tenants, every day of a month."""
 BIG = "tenant-1"
 WARM_UP = 3
 PAGES_BEHIND = 90
@@ -67,14 +68,6 @@ SEEDS: dict[str, str] = {
         SELECT id, number, encode(sha256((id || '@' || number)::bytea), 'hex'), 'acme/Press-1B', false, '[8]',
             '["q_proj"]', 1000000, '["adapter_config.json"]', created_at
         FROM adapters, generate_series(1, $$1::int) AS number WHERE name LIKE 'adapter-%'""",
-    "usage_rollups": """
-        INSERT INTO usage_rollups (tenant_id, period, starts_at, adapter, requests, failures, cold_starts,
-            prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, ttft, inter_token, queue)
-        SELECT tenant, period, date_trunc(period, now()) - number * ('1 ' || period)::interval, 'adapter-' || i, 60, 0,
-            1, 30000, 0, 12000, 0, $counts, $counts, $counts
-        FROM (VALUES (3, 'day', 30, 1.0), (3, 'hour', 720, 0.05), (4, 'day', 30, 1.0))
-                AS part (tenant, period, back, share),
-            generate_series(0, back - 1) AS number, generate_series(1, ($$1 * share)::int) AS i""",
     "usage_requests": """
         INSERT INTO usage_requests (key, request_id, tenant_id, key_id, adapter, version, admitted_at, finished_at,
             status, error_code, prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, ttft_ms,
@@ -84,10 +77,9 @@ SEEDS: dict[str, str] = {
             'completed', '', 500, 0, 200, 0, 100, 20, 1, 0, 4100, true
         FROM generate_series(1, $$1::int) AS i""",
 }
-"""How each table is filled with so many rows; for versions, of each adapter; for roll-ups, so many adapters."""
+"""How each table is filled with so many rows; for versions, of each adapter."""
 _PARTS = {
     "at": "now() - make_interval(secs => i)",
-    "counts": f"decode('{pack(dict.fromkeys(range(20, 60), 3)).hex()}', 'hex')",
     "owner": f"CASE WHEN i % 2 = 0 THEN 3 ELSE 3 + i % {TENANTS} END",
 }
 """The big tenant, number 3 after the harness's own two, has every second row; the others share the rest."""
@@ -108,6 +100,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--audit", type=int, default=1_000_000)
     parser.add_argument("--usage", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", default="", help="measure only cases whose names match this pattern")
     parser.add_argument("--record", action="store_true", help="append to bench/results")
     given = parser.parse_args(arguments)
     with warnings.catch_warnings():
@@ -134,27 +127,31 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
         "adapters": ADAPTERS,
         "versions": 3,
         "audit_log": given.audit,
-        "usage_rollups": ADAPTERS_USED,
+        **console_series.COUNTS,
         "usage_requests": given.usage,
     }
     with tempfile.TemporaryDirectory() as folder:
         async with running_gateway(Path(folder), database_url=url) as gateway:
-            cases = [case for one in OPERATIONS for case in _cases(one)]
-            await _fill(url, counts)
+            cases = [case for one in OPERATIONS for case in _cases(one) if re.search(given.only, case.name)]
+            await _fill(url, counts, server_name(gateway.services.settings), gateway.engine)
             token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
             gc.collect()
             gc.freeze()  # as a gateway's process does once it is set up
             return [await _one(gateway, token, case, given.rounds, counts) for case in cases]
 
 
-async def _fill(url: str, counts: dict[str, int]) -> None:
+async def _fill(url: str, counts: dict[str, int], server: str, engine: FakeEngine) -> None:
     connection = await asyncpg.connect(url)
     try:
         for table, count in counts.items():
             started = time.perf_counter()
-            await connection.execute(Template(SEEDS[table]).substitute(_PARTS), count, timeout=1800)
+            seed = Template({**SEEDS, **console_series.SEEDS}[table]).substitute(
+                _PARTS | console_series.PARTS, server=server
+            )
+            await connection.execute(seed, count, timeout=1800)
             print(f"filled {table} in {time.perf_counter() - started:.1f} s", file=sys.stderr)
         await connection.execute("VACUUM ANALYZE", timeout=1800)
+        await console_series.show_in_engine(engine, connection)
     finally:
         await connection.close()
 
@@ -166,14 +163,17 @@ def _cases(operation: Operation) -> Iterator[Case]:
     places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1", "engine": "1"}
     names = re.findall(r"\{(\w+)\}", operation.path)
     parameters = {one["name"]: one for one in query_parameters(operation.query)}
-    if not set(names) <= set(places) or any(one["required"] for one in parameters.values()):
-        print(f"not measured: {operation.path}", file=sys.stderr)
+    path = operation.path.format_map(places) if set(names) <= set(places) else ""
+    for name, query in console_series.variants(operation.path):
+        yield Case(f"{operation.path} {name}", f"{path}?{query}")
+    if not path or any(one["required"] for one in parameters.values()):
+        print(f"not measured by itself: {operation.path}", file=sys.stderr)
         return
-    path = operation.path.format_map(places)
     yield Case(operation.path, path)
     if "limit" in parameters:
         yield Case(f"{operation.path} full page", f"{path}?limit={parameters['limit']['schema']['maximum']}")
-        yield Case(f"{operation.path} far behind", path)
+        if "after" in parameters:
+            yield Case(f"{operation.path} far behind", path)
     if "target" in parameters:
         yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
 

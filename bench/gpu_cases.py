@@ -16,6 +16,7 @@ from bench.gpu_engine import GpuEngine, MakeLoader, Serving
 from bench.gpu_peers import PEERS, Peer, installed
 from bench.gpu_random import ALL7, ATTENTION, AdapterKind, RandomImages, RandomLoader, payload_bytes
 from bench.results import Result, median_result, record
+from stencilpress.engine.__main__ import settle
 from stencilpress.engine.spec import ModelSpec
 
 MIX = (8, 16, 32, 64)
@@ -185,6 +186,7 @@ def proved_engine(base: Base, images: RandomImages, serving: Serving) -> GpuEngi
     engine = GpuEngine(base, torch.device("cuda"), serving)
     engine.use(random_loader(base, images), len(PROBES))
     engine.runner.warm()
+    settle()
     errors = Checker(engine, images, [probe.digest for probe in PROBES]).run()
     for name, error in errors.items():
         print(f"  {name:28} {error:.2e}")

@@ -50,7 +50,7 @@ class Serving:
 @dataclass(slots=True)
 class Run:
     """What requests took, in seconds since the start: when each of a request's tokens came, and where the host was in
-    ``steps`` steps."""
+    ``steps`` steps. ``adapter_bytes_read`` are the pages of every step's adapters."""
 
     total_s: float = 0.0
     times_s: dict[int, list[float]] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class Run:
     wait_s: float = 0.0
     commit_s: float = 0.0
     most_adapter_bytes: int = 0
+    adapter_bytes_read: int = 0
 
     @property
     def host_line(self) -> str:
@@ -105,14 +106,15 @@ class GpuEngine:
         self._flights: deque[tuple[StepPlan, Callable[[], list[Sampled]]]] = deque()
         self._batches = 0
 
-    def use(self, make_loader: MakeLoader, max_cpu_loras: int) -> None:
-        """Start with nothing in the pool and nothing in host memory."""
+    def use(self, make_loader: MakeLoader, max_cpu_loras: int, adapter_bytes: int | None = None) -> None:
+        """Start with nothing in the pool and nothing in host memory. ``adapter_bytes`` as in :class:`Serving`."""
         if self.loader is not None:
             self.loader.close()
         self.ready = threading.Semaphore(0)
         self.loader = make_loader(self.memory, self.ready.release)
         self.pool = Pool(self.memory.num_pages)
-        pages = self.serving.adapter_bytes // self.memory.geometry.page_bytes or self.memory.num_pages
+        most = self.serving.adapter_bytes if adapter_bytes is None else adapter_bytes
+        pages = most // self.memory.geometry.page_bytes or self.memory.num_pages
         room = Room()
         capacity = Capacity(max_cpu_loras, self.serving.max_prefetched, max_adapter_pages=pages)
         self.residency = Residency(self.pool, room, capacity)
@@ -173,6 +175,8 @@ class GpuEngine:
             self._flights.append((plan, self.runner.launch(plan)))
             run.launch_s += time.perf_counter() - planned
             run.steps += 1
+            pages = sum(self.residency.pages(segment.adapter) for segment in plan.segments if segment.adapter)
+            run.adapter_bytes_read += pages * self.memory.geometry.page_bytes
         if self._flights and (plan is None or len(self._flights) > 1):
             self._land(run, start)
         elif plan is None:

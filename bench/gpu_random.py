@@ -13,7 +13,8 @@ from torch import Tensor
 from stencilpress.engine.image import Image, ImageHeader, Record, image_name, layout
 from stencilpress.engine.image_check import Checksum
 from stencilpress.engine.image_format import encode_header
-from stencilpress.engine.loader import Hosted, Loader
+from stencilpress.engine.incoming import Hosted, Incoming
+from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory
 from stencilpress.engine.model.linear import Linear, make_linear
 from stencilpress.engine.model.llama import LayerWeights, Weights
@@ -138,7 +139,7 @@ class RandomLoader(Loader):
         self._images = images
         super().__init__(Path("/nonexistent"), spec, memory, MAX_RANK, wake)
 
-    def _fetch(self, digest: str) -> Hosted:
+    def _fetch(self, digest: str, _incoming: Incoming) -> Hosted:
         image = self._images.image(digest)
         return Hosted(image, layout(image.header, self._memory.geometry))
 

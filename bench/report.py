@@ -26,7 +26,8 @@ machine's neighbours, so peers are measured in the same run, round by round.
 | `python -m bench gateway` | the gateway alone on one core before an engine that costs nothing, `--litellm` beside it |
 | `python -m bench gateway --cases memory --minutes 10` | what the gateway holds over minutes of streams |
 | `python -m bench soak --requests 10000 --kills 300` | kills and clients that leave: whether usage and slots balance |
-| `python -m bench console` | the admin API's lists on PostgreSQL with 100,000 keys and any number of usage rows |
+| `python -m bench console` | lists and series of the admin API on PostgreSQL, with any number of usage rows |
+| `python -m bench live` | what live pictures cost a gateway, and a picture of its pool an engine |
 
 On a GPU the base is `--shape llama3-8b`, with random weights made on the device, or `--model FOLDER`. `--peer peft` and
 `--peer vllm` measure those on the same requests afterwards, where they are installed. `--record` appends to

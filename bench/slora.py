@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.gpu_cases import PROBES, Bench, gpu_bench, gpu_parser, proved_engine, random_loader
-from bench.gpu_engine import GpuEngine, Serving
+from bench.gpu_engine import GpuEngine, Run, Serving
 from bench.gpu_random import AdapterKind, RandomImages
 from bench.results import Result, record
 
@@ -22,6 +22,8 @@ RANKS = (64, 32, 16, 8)
 LENGTHS = (8, 512)
 SEED, ALPHA, CV = 42, 1.0, 1.0
 OVERLOAD = 1.1
+WARM_UP = 6
+"""The part of a trace that is served first, uncounted."""
 GOAL = 0.97
 """Of five adapters' throughput, with two thousand."""
 
@@ -34,6 +36,10 @@ class Trace:
     prompts: list[list[int]]
     new_tokens: list[int]
     gaps: list[float]
+
+    def first(self, count: int) -> Trace:
+        """The first so many requests."""
+        return Trace(self.adapters[:count], self.prompts[:count], self.new_tokens[:count], self.gaps[:count])
 
     def arrivals_s(self, rate: float) -> list[float]:
         """At so many requests a second."""
@@ -54,54 +60,80 @@ def kind_of(adapter: int) -> AdapterKind:
     return AdapterKind(f"slora-{adapter}", RANKS[adapter % len(RANKS)])
 
 
-def serve(engine: GpuEngine, trace: Trace, digests: list[str], rate: float) -> tuple[float, float]:
-    """Requests a second, and the mean time to the first token, at ``rate``; all at once if it is 0."""
+def serve(engine: GpuEngine, trace: Trace, digests: list[str], rate: float) -> tuple[Run, float]:
+    """The run, and the mean time to the first token, at ``rate`` requests a second; all at once if it is 0."""
     arrivals = trace.arrivals_s(rate) if rate else [0.0] * len(digests)
     run = engine.serve(trace.prompts, digests, trace.new_tokens, arrivals_s=arrivals)
-    waits = [times[0] - arrivals[i] for i, times in run.times_s.items()]
-    return len(digests) / run.total_s, float(np.mean(waits))
+    return run, float(np.mean([times[0] - arrivals[i] for i, times in run.times_s.items()]))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One number of adapters: how long each turn took, and its last run."""
+
+    result: Result
+    run: Run
 
 
 def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int) -> list[Result]:
     """The base flat out, the base at the rate, then each number of adapters."""
     spec = bench.base.spec
     trace = make_trace(count, 1, spec.vocab_size)
-    base = [""] * count
     engine.use(random_loader(bench.base, images), 1)
-    serve(engine, trace, base, 0)
-    sustained, _ = serve(engine, trace, base, 0)
+    serve(engine, trace.first(count // WARM_UP), [""] * (count // WARM_UP), 0)
+    sustained = count / serve(engine, trace, [""] * count, 0)[0].total_s
     rate = OVERLOAD * sustained
     print(f"the base sustains {sustained:.2f} requests a second; {count} come at {rate:.2f}", flush=True)
-    results: list[Result] = []
+    served: list[Served] = []
     for adapters in (0, *COUNTS):
-        trace = make_trace(count, max(1, adapters), spec.vocab_size)
-        digests = [kind_of(a).digest for a in trace.adapters] if adapters else base
-        samples, first_s = [], []
-        for turn in range(bench.repeats + 1):
-            engine.use(random_loader(bench.base, images), len(images.kinds))
-            if adapters:
-                engine.host(digests)
-            found = serve(engine, trace, digests, rate)
-            if turn:
-                samples.append(found[0])
-                first_s.append(found[1])
-        settings = {
-            "rate": round(rate, 3),
-            "requests": count,
-            "drawn": len(set(digests)),
-            "ttft_mean_s": round(float(np.median(first_s)), 3),
-        }
-        result = bench.result(
-            f"n-{adapters}" if adapters else "base", "req_s", "req/s", samples, floor=None, settings=settings
-        )
-        ratio = result.value / results[1].value if adapters > COUNTS[0] else 1.0
-        print(f"{result.case:8} {result.value:7.3f} req/s {result.spread} {settings}, {ratio:.3f} of n-5", flush=True)
-        results.append(result)
+        least = served[1].run if len(served) > 1 else None
+        served.append(measure_count(bench, engine, images, make_trace(count, max(1, adapters), spec.vocab_size),
+                                    adapters, rate, least))  # fmt: skip
+    results = [one.result for one in served]
     print(
-        f"{COUNTS[-1]} adapters have {results[-1].value / results[1].value:.3f} of five's throughput, goal {GOAL}",
+        f"{COUNTS[-1]} adapters have {results[-1].value / results[1].value:.3f} of five's throughput, goal {GOAL}; "
+        f"reading their weights leaves {(results[-1].floor or 0) / results[1].value:.3f} at most",
         flush=True,
     )
     return results
+
+
+def measure_count(
+    bench: Bench, engine: GpuEngine, images: RandomImages, trace: Trace, adapters: int, rate: float, least: Run | None
+) -> Served:
+    """Serve a trace over so many adapters; a part of it warms up. ``least`` is the run with the fewest adapters: this
+    one's limit is that one's time and what reading the further weights takes at the bandwidth of a copy."""
+    count = len(trace.adapters)
+    digests = [kind_of(adapter).digest for adapter in trace.adapters] if adapters else [""] * count
+    samples, first_s = [], []
+    run = Run()
+    for turn in range(bench.repeats + 1):
+        engine.use(random_loader(bench.base, images), len(images.kinds))
+        if adapters:
+            engine.host(digests)
+        part = count if turn else count // WARM_UP
+        run, waited_s = serve(engine, trace.first(part), digests[:part], rate)
+        if turn:
+            samples.append(count / run.total_s)
+            first_s.append(waited_s)
+    read_gb = run.adapter_bytes_read / 1e9
+    limit = None
+    if least is not None:
+        further_gb = read_gb - least.adapter_bytes_read / 1e9
+        limit = round(count / (least.total_s + further_gb / bench.ceilings.copy_gb_s), 3)
+    settings = {
+        "rate": round(rate, 3),
+        "requests": count,
+        "drawn": len(set(digests)) if adapters else 0,
+        "ttft_mean_s": round(float(np.median(first_s)), 3),
+        "adapter_gb_read_a_step": round(read_gb / run.steps, 2),
+    }
+    case = f"n-{adapters}" if adapters else "base"
+    result = bench.result(case, "req_s", "req/s", samples, floor=limit, settings=settings)
+    print(
+        f"{case:8} {result.value:7.3f} req/s {result.spread} limit {limit} {settings}\n    {run.host_line}", flush=True
+    )
+    return Served(result, run)
 
 
 def main(arguments: list[str]) -> int:

@@ -50,7 +50,7 @@ STEP_MS = 5
 IN_FLIGHT_TOKENS = (64 << 10) // 150
 """Tokens that a killed or deserted gateway may have written into the sockets' buffers, unseen by the client."""
 KILL_PAUSE_S = 0.5
-UP_LIMIT_S = 60.0
+UP_LIMIT_S = 180.0
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ MOST_TOKENS = 60
 LEAVES = 0.4
 """The share of clients that leave before the end."""
 STREAMED = 0.7
-SILENCE_S = 60.0
+SILENCE_S = 180.0
 
 
 @dataclass(slots=True)

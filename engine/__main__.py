@@ -6,6 +6,7 @@ cannot be served, with one line on stderr.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from stencilpress.engine.worker import Worker
 
 BAD_SETTINGS = 2
+COLLECT_AFTER = 10_000
+"""Objects made until the garbage collector looks at the youngest. Steps make many, and nearly all end with them."""
+SWITCH_S = 0.0005
+"""How long a thread that loads an adapter may keep the interpreter from the loop."""
 
 
 def main() -> int:
@@ -39,8 +44,17 @@ def main() -> int:
         print(f"engine: {error}", file=sys.stderr)  # noqa: T201 the supervisor shows this line to the operator
         return BAD_SETTINGS
     signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    settle()
     worker.run()
     return 0
+
+
+def settle() -> None:
+    """Let nothing hold up the loop for long: neither the garbage collector nor threads that load adapters."""
+    gc.collect()
+    gc.freeze()  # torch's modules among others: looking through them again would stop all streams
+    gc.set_threshold(COLLECT_AFTER)
+    sys.setswitchinterval(SWITCH_S)
 
 
 def _load(settings: EngineSettings) -> Worker:

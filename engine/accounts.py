@@ -31,6 +31,7 @@ class Account:
     """A tenant's ``counter``, in priced tokens a unit of weight, and its requests: ``live`` in all, some ``waiting``.
 
     ``queued`` and ``begun`` are the costs of all its requests that ever waited, and of those that wait no longer.
+    ``owed`` is the part of the cost of those that are seated which has not been charged yet.
     """
 
     tenant: int
@@ -40,10 +41,14 @@ class Account:
     waiting: dict[RequestKey, Request] = field(default_factory=dict)
     queued: float = 0.0
     begun: float = 0.0
+    owed: float = 0.0
 
     def standing(self, ahead: float) -> float:
-        """The counter that it will have once requests that cost ``ahead`` have been served."""
-        return self.counter + ahead / self.weight
+        """The counter that it will have once those seated, and then requests that cost ``ahead``, have been served.
+
+        So a request's standing stays what it is while those before it are served in their order.
+        """
+        return self.counter + (self.owed + ahead) / self.weight
 
 
 class Accounts:

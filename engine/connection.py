@@ -169,6 +169,7 @@ class Connection:
         except BaseException:
             self._inboxes.pop(request.id, None)
             raise
+        self._publish()  # at once: the engine takes it in while the rest of this turn goes on
         return Stream(self, inbox)
 
     async def ask(self, question: Question, kind: type[A], limit_s: float) -> A:

@@ -62,9 +62,9 @@ class Fetches:
         if adapter.image is not None:
             self._host.dropped(adapter.image)
             adapter.image = None
+            self._orders.append(DropOrder(adapter.digest, "host"))
         if adapter.tier is Tier.HOST:
             adapter.tier = Tier.DISK
-        self._orders.append(DropOrder(adapter.digest, "host"))
 
     def _next(self) -> tuple[int, str, int]:
         """``(arrival, digest, tenant)`` of the oldest want of the tenant that has waited longest for a read."""

@@ -35,10 +35,7 @@ class Batch:
     def add(self, request: Request, count: int) -> None:
         """Plan the request's next ``count`` tokens and charge its tenant for them."""
         self.price += request.charge(count)
-        pair = self._chunks.get(request.adapter)
-        if pair is None:
-            pair = self._chunks[request.adapter] = ([], [])
-        pair[count > 1].append(request.chunk(count))
+        self._of(request)[count > 1].append(request.chunk(count))
         self.requests[request.key] = request
         self.budget -= count
 
@@ -46,6 +43,20 @@ class Batch:
     def adapters(self) -> int:
         """Distinct ones in the step."""
         return len(self._chunks) - (None in self._chunks)
+
+    def add_decodes(self, requests: list[Request]) -> None:
+        """The same for the next token of each of these, which draw it."""
+        for request in requests:
+            self.price += request.charge(1)
+            self._of(request)[0].append(request.decode())
+            self.requests[request.key] = request
+        self.budget -= len(requests)
+
+    def _of(self, request: Request) -> tuple[list[Chunk], list[Chunk]]:
+        pair = self._chunks.get(request.adapter)
+        if pair is None:
+            pair = self._chunks[request.adapter] = ([], [])
+        return pair
 
     def segments(self) -> tuple[Segment, ...]:
         return tuple(Segment(adapter, (*ones, *longer)) for adapter, (ones, longer) in self._chunks.items())

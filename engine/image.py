@@ -16,6 +16,7 @@ from stencilpress.engine.image_format import (
     ImageHeader,
     Record,
     image_name,
+    open_image,
     read_image,
     remove_outdated,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "is_finite",
     "layout",
     "module_name",
+    "open_image",
     "places",
     "read_image",
     "remove_outdated",

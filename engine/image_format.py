@@ -14,9 +14,10 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -33,6 +34,8 @@ PAYLOAD_ALIGN = 4096
 MAX_PROJECTIONS = 3
 """Projections of a group that a record and a slice table have room for."""
 MAX_RECORDS = 1 << 16
+KINDS_REMEMBERED = 256
+"""Adapters of one rank and one set of projections have the same records; what follows from those is worked out once."""
 
 _HEAD = struct.Struct("<8sII32s16sIIQQI")
 _RECORD = struct.Struct("<IIIfff")
@@ -161,9 +164,18 @@ def read_image(
 ) -> Image:
     """Read and verify an image. ``allocate(bytes)`` gives the memory for the stream (pinned, for instance).
 
-    ``each`` is ``map``, or an executor's: blocks of the stream are read and checked independently of each other.
-    Read, not mapped: a file that shrinks under a mapping kills the process. Raises :class:`ImageError` for
-    damage of any kind and for another adapter's or base's image, ``OSError`` when the file cannot be read.
+    ``each`` as in :meth:`ImageFile.read`. Raises as that and as :func:`open_image` does.
+    """
+    with open_image(path, digest=digest, fingerprint=fingerprint) as file:
+        return file.read(allocate(file.header.payload_bytes), each=each)
+
+
+@contextmanager
+def open_image(path: Path, *, digest: str, fingerprint: str) -> Iterator[ImageFile]:
+    """Open an image and verify its header.
+
+    Raises :class:`ImageError` for damage and for another adapter's or base's image, ``OSError`` when the file cannot
+    be read.
     """
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -172,11 +184,32 @@ def read_image(
             raise ImageError(f"image is of adapter {header.digest[:12]}, expected {digest[:12]}")
         if header.fingerprint != fingerprint:
             raise ImageError(f"image is for base {header.fingerprint}, expected {fingerprint}")
-        payload = allocate(header.payload_bytes)
-        read = partial(_read_block, file.fileno(), header.payload_offset, payload.data)
-        if combined(each(read, range(0, len(payload), BLOCK_BYTES))) != header.payload_checksum:
+        yield ImageFile(header, file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An open image whose header is sound. Read, not mapped: a file that shrinks under a mapping kills the process."""
+
+    header: ImageHeader
+    fd: int
+
+    def read(self, payload: Bytes, *, each: Each = map, landed: Callable[[int], None] = lambda _: None) -> Image:
+        """Read the stream into ``payload`` and verify it.
+
+        ``each`` is ``map``, or an executor's: blocks of the stream are read and checked independently of each other.
+        ``landed(start)`` is called when one is in place, on whatever thread read it; what it holds is verified at the
+        end. Raises :class:`ImageError` for damage of any kind, ``OSError`` when the file cannot be read.
+        """
+
+        def read(start: int) -> bytes:
+            digest = _read_block(self.fd, self.header.payload_offset, payload.data, start)
+            landed(start)
+            return digest
+
+        if combined(each(read, range(0, len(payload), BLOCK_BYTES))) != self.header.payload_checksum:
             raise ImageError("checksum of the weights differs: the image is damaged on disk")
-    return Image(header, payload)
+        return Image(self.header, payload)
 
 
 def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
@@ -197,13 +230,18 @@ def _read_header(file: BinaryIO, file_bytes: int) -> ImageHeader:
         _DTYPES[dtype],
         layers,
         groups,
-        tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(rest[: layers * groups * _RECORD.size])),
+        _decode_records(rest[: layers * groups * _RECORD.size]),
         checksum,
     )
     expected = header.payload_offset + header.payload_bytes
     if payload_bytes != header.payload_bytes or file_bytes != expected:
         raise ImageError(f"image has {file_bytes} bytes, expected {expected}")
     return header
+
+
+@lru_cache(KINDS_REMEMBERED)
+def _decode_records(data: bytes) -> tuple[Record, ...]:
+    return tuple(_decode_record(*fields) for fields in _RECORD.iter_unpack(data))
 
 
 def _decode_record(rank: int, mask: int, slice_elems: int, *scales: float) -> Record:

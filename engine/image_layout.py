@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from stencilpress.engine.image_format import ImageError, ImageHeader, Record
+from stencilpress.engine.image_format import KINDS_REMEMBERED, ImageError, ImageHeader, Record
 from stencilpress.engine.spec import DTYPE_BYTES, TABLE_ENTRY_WORDS, PageGeometry
 
 Words = npt.NDArray[np.int64]
@@ -30,7 +31,8 @@ class Layout:
     """How an image lies in pages of one geometry, before it is known which.
 
     Page k of the adapter takes ``runs[k]`` from its start; the slice table lies ``table_offset`` elements into
-    page ``table_page``, which is the last, and one more than the runs need if it does not fit behind them.
+    page ``table_page``, which is the last, and one more than the runs need if it does not fit behind them. The table
+    begins with ``entries``, which do not depend on the pages.
     Slice i of the stream lies ``slice_offset[i]`` elements into page ``slice_page[i]``.
     """
 
@@ -39,6 +41,7 @@ class Layout:
     table_page: int
     table_offset: int
     table_words: int
+    entries: Words
     slice_page: Words
     slice_offset: Words
 
@@ -51,11 +54,16 @@ def layout(header: ImageHeader, geometry: PageGeometry) -> Layout:
     """Fill pages with whole slices, in order. Raises :class:`ImageError` if the image cannot lie in such pages."""
     if DTYPE_BYTES[header.dtype] != geometry.dtype_bytes:
         raise ImageError(f"image of {header.dtype} in a pool of {geometry.dtype_bytes}-byte elements")
-    ranks = [record.rank for record in header.records]
-    sizes = np.repeat([record.slice_elems for record in header.records], ranks).astype(np.int64)
-    words = TABLE_ENTRY_WORDS * len(header.records) + len(sizes)
+    return _layout(header.records, geometry)
+
+
+@lru_cache(KINDS_REMEMBERED)
+def _layout(records: tuple[Record, ...], geometry: PageGeometry) -> Layout:
+    ranks = [record.rank for record in records]
+    sizes = np.repeat([record.slice_elems for record in records], ranks).astype(np.int64)
+    words = TABLE_ENTRY_WORDS * len(records) + len(sizes)
     if words * 8 > geometry.page_bytes or sizes.max(initial=0) > geometry.page_elems:
-        raise ImageError(f"rank {header.max_rank} needs a larger page than {geometry.page_bytes} bytes")
+        raise ImageError(f"rank {max(ranks)} needs a larger page than {geometry.page_bytes} bytes")
     bounds = np.concatenate(([0], np.cumsum(sizes)))
     page_first = _page_firsts(bounds, geometry.page_elems)
     runs = tuple(Run(int(bounds[first]), int(bounds[end] - bounds[first])) for first, end in pairwise(page_first))
@@ -65,7 +73,8 @@ def layout(header: ImageHeader, geometry: PageGeometry) -> Layout:
     used = runs[-1].elems if runs else 0
     fits = bool(runs) and used * geometry.dtype_bytes + words * 8 <= geometry.page_bytes
     table_page, table_offset = (len(runs) - 1, used) if fits else (len(runs), 0)
-    return Layout(geometry, runs, table_page, table_offset, words, slice_page, slice_offset)
+    entries = _entries(records)
+    return Layout(geometry, runs, table_page, table_offset, words, entries, slice_page, slice_offset)
 
 
 def _page_firsts(bounds: Words, page_elems: int) -> list[int]:
@@ -77,17 +86,18 @@ def _page_firsts(bounds: Words, page_elems: int) -> list[int]:
     return firsts
 
 
-def slice_table(header: ImageHeader, placed: Layout, pages: tuple[int, ...]) -> Words:
+def slice_table(placed: Layout, pages: tuple[int, ...]) -> Words:
     """The int64 words that a kernel reads (kernels/sgmv), with addresses for these pages of the pool."""
     if len(pages) != placed.num_pages:
         raise ValueError(f"{len(pages)} pages for a layout of {placed.num_pages}")
-    table = np.empty(placed.table_words, dtype="<i8")
-    firsts = accumulate((record.rank for record in header.records), initial=0)
-    entries = [_entry(record, first) for record, first in zip(header.records, firsts, strict=False)]
-    table[: TABLE_ENTRY_WORDS * len(entries)] = np.frombuffer(b"".join(entries), "<i8")
     starts = np.asarray(pages, dtype=np.int64) * placed.geometry.page_elems
-    table[TABLE_ENTRY_WORDS * len(entries) :] = starts[placed.slice_page] + placed.slice_offset
-    return table
+    return np.concatenate((placed.entries, starts[placed.slice_page] + placed.slice_offset), dtype="<i8")
+
+
+def _entries(records: tuple[Record, ...]) -> Words:
+    firsts = accumulate((record.rank for record in records), initial=0)
+    entries = [_entry(record, first) for record, first in zip(records, firsts, strict=False)]
+    return np.frombuffer(b"".join(entries), "<i8")
 
 
 def _entry(record: Record, first_slice: int) -> bytes:

@@ -1,8 +1,8 @@
 """Brings adapters from disk to host memory and from there into pages of the pool, on threads of its own.
 
 A step never waits for it: the loop hands over orders and picks up the answers when they are there. Several images are
-read at once, each in blocks that are read and checked at once; placements are carried out one after the other beside
-them. Whatever goes wrong with an adapter is its answer; nothing ends a thread.
+read at once, each in blocks that are read and checked at once; one that is to be placed is copied on block by block
+(engine/incoming.py). Whatever goes wrong with an adapter is its answer; nothing ends a thread.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import logging
 import os
 import re
 import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -27,23 +27,24 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from stencilpress.engine.copies import copy_pieces
+from stencilpress.engine.copies import Piece, copy_pieces
 from stencilpress.engine.image import (
     AdapterError,
-    Image,
     ImageError,
-    Layout,
     PeftConfig,
     image_name,
     layout,
-    read_image,
+    open_image,
     remove_outdated,
     resolve,
     slice_table,
     write_image,
 )
+from stencilpress.engine.image_check import BLOCK_BYTES
+from stencilpress.engine.image_format import Image
+from stencilpress.engine.incoming import Hosted, Incoming
 from stencilpress.engine.memory import PoolMemory
-from stencilpress.engine.plan import Fetched, FetchOrder, LoadOrder, LoadResult, Placed, PlaceOrder
+from stencilpress.engine.plan import Fetched, FetchOrder, LoadOrder, LoadResult, Page, Placed, PlaceOrder, Sized
 from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.sgmv.views import AdapterView, adapter_view, table_view
 
@@ -53,15 +54,10 @@ READERS = 4
 """Images read at once, and blocks of all of them together; residency orders no more."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_Order = TypeVar("_Order", FetchOrder, PlaceOrder)
 
 
-@dataclass(frozen=True, slots=True)
-class Hosted:
-    """An image in host memory, and how it lies in pages."""
-
-    image: Image
-    layout: Layout
+class _RankError(ValueError):
+    """An adapter of a larger rank than the engine takes."""
 
 
 class Loader:
@@ -78,24 +74,32 @@ class Loader:
         self._pool_bytes = memory.flat.view(torch.uint8)
         self._stream = _new_stream(memory.device)
         self._results: deque[LoadResult] = deque()
+        self._incoming: dict[str, Incoming] = {}
         self._hosted: dict[str, Hosted] = {}
         self._placed: dict[str, AdapterView] = {}
         self._readers = ThreadPoolExecutor(READERS, "loader-read")
         self._blocks = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "loader-block")
-        self._placements = ThreadPoolExecutor(1, "loader-place")
+        self._placements = ThreadPoolExecutor(READERS + 1, "loader-place")  # one is left where others wait for reads
+        self._spares = ThreadPoolExecutor(1, "loader-spare")
+        self._enqueuing = threading.Lock()
 
     def submit(self, order: LoadOrder) -> None:
-        """Have an order carried out. A drop is at once; placements are in order, reads at the same time as others."""
+        """Have an order carried out. A drop is at once; reads and placements are at the same time as others."""
         if isinstance(order, FetchOrder):
-            self._readers.submit(self._answer, self._fetched, order)
+            incoming = self._incoming[order.digest] = Incoming(BLOCK_BYTES)
+            self._readers.submit(self._fetching, order, incoming)
         elif isinstance(order, PlaceOrder):
-            self._placements.submit(self._answer, self._placing, order)
+            self._placements.submit(self._placing, order, self._incoming.get(order.digest))
         else:
             (self._hosted if order.tier == "host" else self._placed).pop(order.digest, None)
 
     def results(self) -> list[LoadResult]:
         """Answers since the last call; does not wait."""
-        return [self._results.popleft() for _ in range(len(self._results))]
+        results = [self._results.popleft() for _ in range(len(self._results))]
+        for result in results:
+            if isinstance(result, Fetched):
+                self._incoming.pop(result.digest, None)
+        return results
 
     def adapter(self, digest: str) -> AdapterView:
         """The view of an adapter whose placement was answered without an error. Raises ``KeyError`` for others."""
@@ -103,34 +107,42 @@ class Loader:
 
     def close(self) -> None:
         """Carry out what was ordered, then end the threads."""
-        for threads in (self._readers, self._placements, self._blocks):
+        for threads in (self._readers, self._blocks, self._placements, self._spares):
             threads.shutdown()
 
     # On the threads
 
-    def _answer(self, work: Callable[[_Order], LoadResult], order: _Order) -> None:
-        self._results.append(work(order))
+    def _answer(self, result: LoadResult) -> None:
+        self._results.append(result)
         self._wake()
 
-    def _fetched(self, order: FetchOrder) -> Fetched:
+    def _fetching(self, order: FetchOrder, incoming: Incoming) -> None:
         start = time.perf_counter()
+        hosted: Hosted | None = None
         try:
-            hosted = self._fetch(order.digest)
+            hosted = self._hosted[order.digest] = self._fetch(order.digest, incoming)
         except Exception as error:  # noqa: BLE001 one adapter's fault, of whatever kind, is that adapter's answer
-            return Fetched(order.digest, 0, 0, _reason(order, error))
-        self._hosted[order.digest] = hosted
-        seconds = time.perf_counter() - start
-        return Fetched(order.digest, hosted.image.payload.nbytes, hosted.layout.num_pages, seconds=seconds)
+            answer = Fetched(order.digest, 0, 0, _reason(order, error))
+        else:
+            seconds, size = time.perf_counter() - start, hosted.image.payload.nbytes
+            answer = Fetched(order.digest, size, hosted.layout.num_pages, seconds=seconds)
+        self._answer(answer)
+        incoming.end(hosted)  # a placement that follows is answered after this
 
-    def _placing(self, order: PlaceOrder) -> Placed:
+    def _placing(self, order: PlaceOrder, incoming: Incoming | None) -> None:
         start = time.perf_counter()
         try:
-            self._placed[order.digest] = self._place(self._hosted[order.digest], order.pages)
+            if incoming is None:
+                self._placed[order.digest] = self._place(self._hosted[order.digest], order.pages)
+            else:
+                self._placed[order.digest] = self._place_incoming(incoming, order.pages)
         except Exception as error:  # noqa: BLE001 as above
-            return Placed(order.digest, _reason(order, error))
-        return Placed(order.digest, seconds=time.perf_counter() - start)
+            answer = Placed(order.digest, _reason(order, error))
+        else:
+            answer = Placed(order.digest, seconds=time.perf_counter() - start)
+        self._answer(answer)
 
-    def _fetch(self, digest: str) -> Hosted:
+    def _fetch(self, digest: str, incoming: Incoming) -> Hosted:
         if not _DIGEST.fullmatch(digest):
             raise ImageError("not a digest")
         folder = self._adapters_dir / digest
@@ -138,43 +150,87 @@ class Loader:
         if not path.exists():
             _build(folder, path, self._spec)
         try:
-            image = self._read(path)
+            return self._read(path, incoming)
         except ImageError as error:
+            incoming.begin(None)
             _set_aside(path, error)
             _build(folder, path, self._spec)
-            image = self._read(path)
-        if image.header.max_rank > self._max_lora_rank:
-            raise ImageError(f"rank {image.header.max_rank} exceeds max_lora_rank {self._max_lora_rank}")
-        return Hosted(image, layout(image.header, self._memory.geometry))
+            return self._read(path, incoming)
 
-    def _read(self, path: Path) -> Image:
-        return read_image(
-            path,
-            digest=path.parent.name,
-            fingerprint=self._spec.fingerprint(),
-            allocate=self._host_memory,
-            each=self._blocks.map,
-        )
+    def _read(self, path: Path, incoming: Incoming) -> Hosted:
+        digest = path.parent.name
+        with open_image(path, digest=digest, fingerprint=self._spec.fingerprint()) as file:
+            header = file.header
+            if header.max_rank > self._max_lora_rank:
+                raise _RankError(f"rank {header.max_rank} exceeds max_lora_rank {self._max_lora_rank}")
+            placed = layout(header, self._memory.geometry)
+            self._answer(Sized(digest, placed.num_pages))
+            coming = Hosted(Image(header, self._host_memory(header.payload_bytes)), placed)
+            incoming.begin(coming)
+            file.read(coming.image.payload, each=self._blocks.map, landed=partial(incoming.landed, coming))
+        return coming
 
-    def _place(self, hosted: Hosted, pages: tuple[int, ...]) -> AdapterView:
-        image, placed, memory = hosted.image, hosted.layout, self._memory
-        table_offset = pages[placed.table_page] * memory.geometry.page_elems + placed.table_offset
-        payload, width = torch.from_numpy(image.payload), memory.geometry.dtype_bytes
-        runs = [
-            (page * memory.geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width])
-            for page, run in zip(pages, placed.runs, strict=False)
+    def _place(self, hosted: Hosted, pages: tuple[Page, ...]) -> AdapterView:
+        """Copy an image and its slice table into pages. Raises ``ValueError`` if these are not so many as it takes."""
+        table = slice_table(hosted.layout, pages)
+        pieces = [*self._runs(hosted, pages), self._table_piece(hosted, pages, table)]
+        with self._own_stream(), self._landing(), self._enqueuing:
+            self._enqueue(pieces)
+        return self._view(hosted, pages, table)
+
+    def _place_incoming(self, incoming: Incoming, pages: tuple[Page, ...]) -> AdapterView:
+        """The same of an image that is still being read; the table, without which nobody finds the rest, comes last."""
+        coming = incoming.coming()
+        if coming is not None:
+            table = slice_table(coming.layout, pages)
+            with self._own_stream(), self._landing():
+                for run, piece in zip(coming.layout.runs, self._runs(coming, pages), strict=True):
+                    if not incoming.follow(coming, (run.start + run.elems) * self._memory.geometry.dtype_bytes):
+                        break
+                    self._enqueue([piece])
+                if incoming.outcome() is coming:
+                    self._enqueue([self._table_piece(coming, pages, table)])
+        hosted = incoming.outcome()
+        if hosted is None:
+            raise ImageError("the read that was to be followed has failed")
+        return self._view(hosted, pages, table) if hosted is coming else self._place(hosted, pages)
+
+    def _runs(self, hosted: Hosted, pages: tuple[Page, ...]) -> list[Piece]:
+        """What of the stream each page takes."""
+        payload, geometry = torch.from_numpy(hosted.image.payload), self._memory.geometry
+        width = geometry.dtype_bytes
+        return [
+            (page * geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width])
+            for page, run in zip(pages, hosted.layout.runs, strict=False)
         ]
-        with self._own_stream():
-            try:
-                copy_pieces(self._pool_bytes, runs)
-                table = slice_table(image.header, placed, pages)  # while the copies run
-                copy_pieces(self._pool_bytes, [(table_offset * width, self._pinned(table))])
-            finally:
-                if self._stream is not None:
-                    self._stream.synchronize()  # a step reads the pages once this is answered, on a stream of its own
+
+    def _table_piece(self, hosted: Hosted, pages: tuple[Page, ...], table: npt.NDArray[np.int64]) -> Piece:
+        return self._table_offset(hosted, pages) * self._memory.geometry.dtype_bytes, self._pinned(table)
+
+    def _table_offset(self, hosted: Hosted, pages: tuple[Page, ...]) -> int:
+        return pages[hosted.layout.table_page] * self._memory.geometry.page_elems + hosted.layout.table_offset
+
+    def _view(self, hosted: Hosted, pages: tuple[Page, ...], table: npt.NDArray[np.int64]) -> AdapterView:
+        memory, offset = self._memory, self._table_offset(hosted, pages)
         if self._stream is not None:
-            return table_view(table, table_offset, memory.layers, memory.shapes)
-        return adapter_view(memory.flat, table, table_offset, memory.layers, memory.shapes)
+            return table_view(table, offset, memory.layers, memory.shapes)
+        return adapter_view(memory.flat, table, offset, memory.layers, memory.shapes)
+
+    def _enqueue(self, pieces: Sequence[Piece]) -> None:
+        """Have pieces copied into the pool, on the current stream."""
+        copy_pieces(self._pool_bytes, pieces)
+
+    @contextmanager
+    def _landing(self) -> Iterator[None]:
+        """Wait for the copies of the block, however it ends: a step reads the pages once they are answered for, on a
+        stream of its own, and after a failure they are others'."""
+        try:
+            yield
+        finally:
+            if self._stream is not None:
+                landed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                landed.record(self._stream)
+                landed.synchronize()
 
     def _pinned(self, table: npt.NDArray[np.int64]) -> Tensor:
         table_bytes = torch.from_numpy(table).view(torch.uint8)
@@ -185,10 +241,16 @@ class Loader:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _host_memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Pinned where there is an accelerator to copy to."""
-        array: npt.NDArray[np.uint8] = torch.empty(
-            size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None
-        ).numpy()
+        """Pinned where there is an accelerator to copy to; then the next image's is made ready while nobody waits."""
+        array = self._new_memory(size_bytes)
+        if self._stream is not None:
+            self._spares.submit(self._new_memory, size_bytes)  # given up at once, and found by the next of this size
+        return array
+
+    def _new_memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Pinning takes 17 ms for 27 MB on an H200's host; torch keeps what is given up, in sizes of powers of two."""
+        memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+        array: npt.NDArray[np.uint8] = memory.numpy()
         return array
 
 
@@ -232,7 +294,7 @@ def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
 def _reason(order: FetchOrder | PlaceOrder, error: Exception) -> str:
     """What a caller may read; the log gets the rest."""
     logger.warning("adapter %.12s: %s failed: %r", order.digest, type(order).__name__, error)
-    if isinstance(error, (ImageError, AdapterError)):
+    if isinstance(error, (ImageError, AdapterError, _RankError)):
         return str(error)
     if isinstance(error, FileNotFoundError):
         return "adapter is not stored here"

@@ -1,9 +1,15 @@
-"""The plan of one step: what policy tells the device, and what comes back. Immutable and torch-free."""
+"""The plan of one step: what policy tells the device, and what comes back. Immutable and torch-free.
+
+A step has some for each of hundreds of requests, so they are structs that are quick to make and no concern of the
+garbage collector: they are in no cycles.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from stencilpress.engine.messages import Sampling
 
@@ -18,8 +24,7 @@ RequestKey = tuple[int, int]
 """(connection number, request id): unique in an engine's life."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """The draw that follows a chunk. ``history`` are all ids so far, ``prompt_len`` of them the prompt.
 
     ``position`` is the index of the output token drawn now; with ``sampling.seed`` it fixes the draw.
@@ -31,8 +36,7 @@ class Draw:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The part of one request that runs in this step: ``tokens`` at positions ``start`` and on.
 
     ``pages`` is the request's whole KV page table, long enough for ``start + len(tokens)`` positions.
@@ -48,16 +52,14 @@ class Chunk:
     draw: Draw | None
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, gc=False):
     """Chunks that share one adapter (None: the base alone), neighbours in the batch."""
 
     adapter: str | None
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """What one forward computes. Segments come in order; within one, decodes precede prefills."""
 
     number: int
@@ -68,8 +70,7 @@ class StepPlan:
         return sum(len(chunk.tokens) for segment in self.segments for chunk in segment.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """What the device drew for one chunk.
 
     ``token`` is :data:`FAILED` when the row's logits were not finite: that request ends with ``internal``, the
@@ -91,7 +92,8 @@ class FetchOrder:
 
 @dataclass(frozen=True, slots=True)
 class PlaceOrder:
-    """Residency asks the loader: copy a hosted image into these pool pages, with its slice table."""
+    """Residency asks the loader: copy an image into these pool pages, with its slice table; one that is still being
+    fetched as it comes. That fetch is answered first, and if it fails, so does the placement."""
 
     digest: str
     pages: tuple[Page, ...]
@@ -106,6 +108,15 @@ class Fetched:
     pages: int
     error: str = ""
     seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """The loader's first word on a fetch: how many pages a placement takes. It may be ordered from now on."""
+
+    digest: str
+    pages: int
+    error: str = field(default="", init=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,4 +137,4 @@ class DropOrder:
 
 
 LoadOrder = FetchOrder | PlaceOrder | DropOrder
-LoadResult = Fetched | Placed
+LoadResult = Sized | Fetched | Placed

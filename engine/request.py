@@ -29,6 +29,9 @@ MOVES: dict[State, frozenset[State]] = {
 }
 
 
+_PENDING = (PENDING,)
+
+
 class IllegalMoveError(RuntimeError):
     """A state change that no request may make: a bug in the scheduler."""
 
@@ -41,8 +44,9 @@ class Request:
 
     ``arrival`` numbers all requests of an engine; ``urgency`` orders those of a tenant, and ends in it.
     ``slot`` is -1 and ``pages`` is empty unless the request is seated (prefilling or running).
-    ``charged`` tokens are on its tenant's account already; ``ahead`` is the cost of the tenant's requests that waited
-    before it, so long as it waits. ``came_s``, ``warm_s`` (its adapter is in the pool) and ``begun_s`` are clock times.
+    ``charged`` tokens are on its tenant's account already, and while it is seated ``owing`` may still come. ``ahead``
+    is the cost of the tenant's requests that waited before it, so long as it waits. ``came_s``, ``warm_s`` (its adapter
+    is in the pool) and ``begun_s`` are clock times.
     ``cached_tokens`` of the prompt needed no computing when it was first seated; -1 before.
     """
 
@@ -68,6 +72,7 @@ class Request:
     pending: int = 0
     cached_tokens: int = -1
     charged: int = 0
+    owing: float = 0.0
     ahead: float = 0.0
     warm_s: float | None = None
     begun_s: float | None = None
@@ -141,6 +146,7 @@ class Request:
         self.charged = end
         price = fresh * (PROMPT_PRICE if end <= self.prompt_len else ANSWER_PRICE)
         self.account.counter += price / self.account.weight
+        self._owe(-price)
         return price
 
     def move(self, state: State) -> None:
@@ -152,17 +158,21 @@ class Request:
     def sit(self, slot: int, pages: tuple[Page, ...]) -> None:
         """Take a seat: pages for the whole history, of which nothing is computed yet."""
         self.move(State.PREFILLING)
+        asked = min(self.charged, self.prompt_len)
+        self._owe(self.cost - PROMPT_PRICE * asked - ANSWER_PRICE * (self.charged - asked))
         self.slot, self.pages, self.computed = slot, pages, 0
 
     def skip(self, tokens: int) -> None:
         """The first ``tokens`` of the history need no computing, and cost nothing: their pages hold them already."""
         self.computed = tokens
+        self._owe(-PROMPT_PRICE * max(0, tokens - self.charged))
         self.charged = max(self.charged, tokens)
         if self.cached_tokens < 0:
             self.cached_tokens = tokens
 
     def rise(self) -> tuple[Page, ...]:
         """Leave the seat and hand over its pages; the tokens stay, to be computed again."""
+        self._owe(-self.owing)
         pages, self.pages, self.slot = self.pages, (), -1
         self.in_flight = self.pending = 0
         return pages
@@ -170,12 +180,21 @@ class Request:
     def chunk(self, count: int) -> Chunk:
         """Take off with the next ``count`` tokens, and with a draw if they are all that remain."""
         start, history = self.computed + self.in_flight, self.history
-        tokens = tuple(history[start : start + count]) or (PENDING,)
+        tokens = tuple(history[start : start + count]) or _PENDING
         draw = None
         if count == self.remaining:
             draw = Draw(self.sampling, history, self.prompt_len, self.length - self.prompt_len)
         self.in_flight += count
         self.pending = int(draw is not None)
+        return Chunk(self.key, self.slot, start, tokens, self.pages, draw)
+
+    def decode(self) -> Chunk:
+        """:meth:`chunk` of the one token that is left of a request that is :attr:`drawing`."""
+        start, history = self.computed + self.in_flight, self.history
+        tokens = (history[start],) if start < len(history) else _PENDING
+        self.in_flight += 1
+        self.pending = 1
+        draw = Draw(self.sampling, history, self.prompt_len, start + 1 - self.prompt_len)
         return Chunk(self.key, self.slot, start, tokens, self.pages, draw)
 
     def landed(self, chunk: Chunk) -> None:
@@ -193,6 +212,10 @@ class Request:
         if token in self.stop_ids:
             return "stop"
         return "length" if self.generated >= self.max_tokens else None
+
+    def _owe(self, price: float) -> None:
+        self.owing += price
+        self.account.owed += price
 
     def finish(self, reason: FinishReason, now_s: float, code: str = "", message: str = "") -> Finished:
         """End the request and make its one terminal message. Raises :class:`IllegalMoveError` the second time."""

@@ -1,4 +1,5 @@
-"""Which adapters are where: ``DISK -> FETCHING -> HOST -> LOADING -> HBM``, and back when room is needed.
+"""Which adapters are where: ``DISK -> FETCHING -> HOST -> LOADING -> HBM``, and back when room is needed. One that is
+wanted goes from ``FETCHING`` to ``LOADING`` as soon as its size is known, and is copied while it is read.
 
 Waiting requests *want* an adapter, running ones *lease* it. A leased adapter is pinned in the pool, and so is one that
 an operator keeps; one that is neither leased nor wanted nor kept is idle, and goes when something of more worth needs
@@ -20,7 +21,7 @@ from stencilpress.engine.evictor import Evictor
 from stencilpress.engine.faults import Faults
 from stencilpress.engine.fetches import Fetches
 from stencilpress.engine.host import HostMemory, Image
-from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, PlaceOrder
+from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, PlaceOrder, Sized
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.wishes import Wishes
 
@@ -108,7 +109,7 @@ class Residency:
     def sound(self, digest: str) -> bool:
         """Whether it has been read and checked, and is in memory."""
         adapter = self._adapters.get(digest)
-        return adapter is not None and adapter.tier in (Tier.HOST, Tier.LOADING, Tier.HBM)
+        return adapter is not None and (adapter.image is not None or adapter.tier is Tier.HBM)
 
     def ready(self, digest: str) -> bool:
         """Whether it is in the pool now."""
@@ -186,8 +187,9 @@ class Residency:
     def pump(self, newest: int | None = None) -> None:
         """Order what the wants need and the tiers have room for; placements only for wants up to ``newest``."""
         self._fetches.pump()
-        if self._adapters.wants[Tier.HOST]:
-            self._pump_placements(newest)
+        coming = [want for want in self._adapters.wants[Tier.FETCHING] if self._adapters[want[1]].needs]
+        if coming or self._adapters.wants[Tier.HOST]:
+            self._pump_placements(coming, newest)
         else:
             self._barred.clear()
             self._loading = +self._loading
@@ -210,9 +212,14 @@ class Residency:
         return orders
 
     def completed(self, result: LoadResult) -> None:
-        """The loader's answer. After a failed one :meth:`failure` tells why, and the adapter is back on disk."""
+        """The loader's answer. After a failed one :meth:`failure` tells why, and the adapter is back on disk; after a
+        read that a placement follows, when that has failed too."""
         adapter = self._adapters[result.digest]
+        if isinstance(result, Sized):
+            adapter.needs = result.pages
+            return
         activity = self.activities.of(result.digest)
+        known = isinstance(result, Placed) and adapter.image is None  # that its read has failed was the last answer
         activity.error = result.error
         with self._adapters.changing(adapter):
             if isinstance(result, Fetched):
@@ -220,10 +227,10 @@ class Residency:
             else:
                 self._take_placed(adapter, result, activity)
         self._settle(adapter)
-        if result.error:
+        if result.error and not known:
             self.failures += 1
             self.faults.add(result.digest, result.error)
-        else:
+        elif not result.error:
             self.faults.clear(result.digest)
 
     # Seen by the operator
@@ -253,22 +260,24 @@ class Residency:
 
     # How
 
-    def _pump_placements(self, newest: int | None) -> None:
-        """Place the oldest wants in memory that nobody leases, as many as may be in the pool ahead of their requests.
+    def _pump_placements(self, coming: list[tuple[int, str]], newest: int | None) -> None:
+        """Place the oldest wants in memory, or ``coming`` there, that nobody leases, as many as may be in the pool
+        ahead of their requests.
 
         The wants of a tenant over its share that find no room stand aside for those of others.
         """
         ahead = 0
         barred: set[int] = set()
         for arrival, digest in merge(
-            *(list(self._adapters.wants[tier]) for tier in (Tier.HOST, Tier.LOADING, Tier.HBM))
+            coming, *(list(self._adapters.wants[tier]) for tier in (Tier.HOST, Tier.LOADING, Tier.HBM))
         ):
             adapter = self._adapters[digest]
             if ahead == self._capacity.max_prefetched or (newest is not None and arrival > newest):
                 return
-            if adapter.leases or (adapter.tier is Tier.HOST and adapter.tenant in barred):
+            outside = adapter.tier in (Tier.HOST, Tier.FETCHING)
+            if adapter.leases or (outside and adapter.tenant in barred):
                 continue
-            if adapter.tier is Tier.HOST and not self._place(adapter, arrival):
+            if outside and not self._place(adapter, arrival):
                 barred.add(adapter.tenant)
             else:
                 ahead += 1
@@ -310,11 +319,14 @@ class Residency:
     def _take_fetched(self, adapter: Adapter, result: Fetched, activity: Activity) -> None:
         if result.error:
             self.host.end(None)
-            adapter.tier = Tier.DISK
+            if adapter.tier is Tier.FETCHING:
+                adapter.tier = Tier.DISK
             return
         adapter.image = Image(adapter.tenant, result.host_bytes, lambda: self._fetches.drop(adapter))
         self.host.end(adapter.image)
-        adapter.tier, adapter.needs = Tier.HOST, result.pages
+        adapter.needs = result.pages
+        if adapter.tier is Tier.FETCHING:
+            adapter.tier = Tier.HOST
         activity.reads += 1
         activity.read_s += result.seconds
 

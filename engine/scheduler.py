@@ -21,14 +21,14 @@ from stencilpress.engine.deadlines import Deadlines
 from stencilpress.engine.flight import Batch, Flight
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Token
-from stencilpress.engine.plan import FAILED, Fetched, LoadResult, RequestKey, Sampled, StepPlan
+from stencilpress.engine.plan import FAILED, LoadResult, Placed, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.replies import Replies
 from stencilpress.engine.reports import PageMap
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.seats import Seats
+from stencilpress.engine.seats import NEXT, Seats
 from stencilpress.engine.turns import Turns, prefill_turn
 from stencilpress.engine.waiting import Waiting
 from stencilpress.engine.wants import Wants
@@ -125,7 +125,7 @@ class Scheduler:
         """The loader's answer, with what it means for the requests that wait for that adapter."""
         self._residency.completed(result)
         warm = self._residency.ready(result.digest)
-        if not (warm or result.error or isinstance(result, Fetched)):
+        if isinstance(result, Placed) and not (warm or result.error):
             return
         now_s = self._clock()
         for request in self._waiting.line(result.digest):
@@ -168,9 +168,7 @@ class Scheduler:
         decodes, prefills = self._seated()
         grown = [request for request in decodes if request.seated and self._grow(request)]
         batch = Batch(self._limits.max_num_batched_tokens)
-        for request in grown:
-            if request.seated:
-                batch.add(request, 1)
+        batch.add_decodes([request for request in grown if request.seated])
         return self._fill(batch, [request for request in prefills if request.seated])
 
     def plan_ahead(self) -> StepPlan | None:
@@ -188,8 +186,7 @@ class Scheduler:
         if self._turns.yielding(blocked=self._blocked is not None) or not all(map(self._seats.grow, decodes)):
             return None
         batch = Batch(self._limits.max_num_batched_tokens)
-        for request in decodes:
-            batch.add(request, 1)
+        batch.add_decodes(decodes)
         return self._fill(batch, prefills)
 
     def commit(self, plan: StepPlan, sampled: Sequence[Sampled]) -> None:
@@ -337,10 +334,11 @@ class Scheduler:
         if len(self._waiting):
             self._wants.refresh()
         squeezed = self._turns.squeezed()
-        if squeezed is not None:
-            self._wants.renew(squeezed.adapter)
-        waits = [request.order for request in (self._blocked, squeezed) if request is not None]
-        self._residency.pump(newest=min(waits, default=None))
+        if squeezed is not None and squeezed.adapter is not None:
+            self._residency.want(squeezed.adapter, NEXT, squeezed.tenant)  # others wait for it: it goes before theirs
+            self._residency.pump(newest=NEXT)
+        else:
+            self._residency.pump(newest=self._blocked.order if self._blocked is not None else None)
         segments = batch.segments()
         if not segments:
             return None

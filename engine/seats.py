@@ -18,8 +18,8 @@ from stencilpress.engine.residency import Residency
 
 CAUTION_UP, CAUTION_DOWN = 0.25, 0.98
 """Added for each request preempted for a page; kept for each that ends of itself."""
-FIRST = -1
-"""Before all others in residency's order."""
+FIRST, NEXT = -1, 0
+"""Before all others in residency's order: who is seated while nobody runs; and who is next, behind those who run."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ class VersionDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
 
     @property
     def sampling(self) -> dict[str, float | int]:

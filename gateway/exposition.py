@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from prometheus_client import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stencilpress.engine.messages import Stats
@@ -39,6 +39,8 @@ _ENGINE_COUNTERS = {
     "adapter_evictions": "Adapters that gave up their pages",
     "adapter_failures": "Loads of adapters that failed",
     "cached_tokens": "Prompt tokens taken from the cache",
+    "adapter_hits": "Requests whose adapter was in the pool when they began",
+    "adapter_misses": "Requests that their adapter was loaded for",
 }
 
 
@@ -117,6 +119,28 @@ def _engines(engines: Sequence[Stats | None]) -> Iterator[Metric]:
                 if stats is not None:
                     metric.add_metric([str(number)], getattr(stats, field))
             yield metric
+    yield from _steps(engines)
+
+
+_STEP_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_STEP_HISTOGRAMS = {
+    "adapters_per_step": "Distinct adapters of a step",
+    "requests_per_step": "Requests of a step",
+}
+
+
+def _steps(engines: Sequence[Stats | None]) -> Iterator[Metric]:
+    """How full steps were: histograms out of exact counts."""
+    for field, text in _STEP_HISTOGRAMS.items():
+        metric = HistogramMetricFamily(f"stencilpress_engine_{field}", text, labels=["engine"])
+        for number, stats in enumerate(engines, 1):
+            if stats is None:
+                continue
+            counts: dict[int, int] = getattr(stats, field)
+            buckets = [(str(bound), float(sum(n for v, n in counts.items() if v <= bound))) for bound in _STEP_BOUNDS]
+            buckets.append(("+Inf", float(sum(counts.values()))))
+            metric.add_metric([str(number)], buckets, float(sum(v * n for v, n in counts.items())))
+        yield metric
 
 
 def _disk(disk: Disk | None) -> Iterator[Metric]:

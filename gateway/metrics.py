@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import inf
 
 import msgspec
@@ -15,26 +13,12 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stencilpress.gateway.live_counts import LiveCounts
-from stencilpress.gateway.usage.histogram import add, value_of
+from stencilpress.gateway.tenant_metrics import GAP_BOUNDS_S, TTFT_BOUNDS_S, Family, TenantCounts
+from stencilpress.gateway.usage.histogram import add, bucket_of, value_of
 from stencilpress.gateway.usage.refusals import RefusalCounts
 
-_TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-MAX_TENANTS = 10_000
-"""Tenants that are counted; beyond, the one that was idle longest is forgotten."""
 MAX_NAMED_ADAPTERS = 256
 """Adapters that a snapshot names as running, and as waiting."""
-
-Sample = tuple[str, dict[str, str], float]
-
-
-class Family(msgspec.Struct, array_like=True, frozen=True):
-    """One metric with all its series."""
-
-    name: str
-    kind: str
-    text: str
-    samples: list[Sample]
 
 
 class Snapshot(msgspec.Struct, array_like=True, frozen=True):
@@ -64,15 +48,22 @@ class Metrics:
         self.time_to_first_token = Histogram(
             "stencilpress_time_to_first_token_seconds",
             "From the request's arrival to the first token of its answer",
-            buckets=_TTFT_BUCKETS_S,
+            buckets=TTFT_BOUNDS_S,
             registry=self.registry,
         )
         self.inter_token = LatencyHistogram(
             "stencilpress_inter_token_seconds",
             "Between two arrivals of tokens for one choice",
-            _GAP_BUCKETS_S,
+            GAP_BOUNDS_S,
         )
-        self.registry.register(self.inter_token)
+        self.queue = LatencyHistogram(
+            "stencilpress_queue_seconds", "From a request's arrival at its engine to its first step", TTFT_BOUNDS_S
+        )
+        self.cold_start = LatencyHistogram(
+            "stencilpress_cold_start_seconds", "Waits of requests whose adapter had to be loaded", TTFT_BOUNDS_S
+        )
+        for histogram in (self.inter_token, self.queue, self.cold_start):
+            self.registry.register(histogram)
         self.answers_open = Gauge("stencilpress_answers_open", "Answers being made", registry=self.registry)
         self.websockets_open = Gauge("stencilpress_websockets_open", "WebSocket connections", registry=self.registry)
         self.slow_clients_cut = Counter(
@@ -140,6 +131,10 @@ class LatencyHistogram(Collector):
         add(self._counts, counts)
         self._sum_ms += sum_ms
 
+    def observe(self, ms: float) -> None:
+        """Count one duration."""
+        self.add({bucket_of(ms): 1}, ms)
+
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
@@ -152,47 +147,6 @@ class LatencyHistogram(Collector):
             for bound_s in (*self._bounds_s, inf)
         ]
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum_ms / 1000)
-
-
-@dataclass(slots=True)
-class _TenantCount:
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class TenantCounts:
-    """Requests and tokens by tenant; those with the most tokens are shown, ``shown`` at most.
-
-    A tenant that drops out of them and comes back has gone on counting, so its series never runs backwards.
-    """
-
-    def __init__(self, shown: int) -> None:
-        self._shown = shown
-        self._counts: OrderedDict[str, _TenantCount] = OrderedDict()
-
-    def add(self, tenant: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count one request that reached an engine."""
-        count = self._counts.pop(tenant, None) or _TenantCount()
-        count.requests += 1
-        count.prompt_tokens += prompt_tokens
-        count.completion_tokens += completion_tokens
-        self._counts[tenant] = count
-        if len(self._counts) > MAX_TENANTS:
-            self._counts.popitem(last=False)
-
-    def families(self) -> Iterator[Family]:
-        """What is shown."""
-        by_tokens = sorted(self._counts.items(), key=lambda item: -(item[1].prompt_tokens + item[1].completion_tokens))
-        shown = by_tokens[: self._shown]
-        for field, text in (
-            ("requests", "Requests of the tenants with the most tokens"),
-            ("prompt_tokens", "Prompt tokens of the tenants with the most tokens"),
-            ("completion_tokens", "Tokens of answers for the tenants with the most tokens"),
-        ):
-            name = f"stencilpress_tenant_{field}"
-            samples = [(f"{name}_total", {"tenant": tenant}, float(getattr(count, field))) for tenant, count in shown]
-            yield Family(name, "counter", text, samples)
 
 
 class AdapterActivity:

@@ -66,8 +66,8 @@ class Services:
     """By tenant, held while a version of its is asked the smoke prompts."""
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
-        """Keep an adapter's blob while the block runs. Raises :class:`AdapterUnavailableError`."""
-        return nullcontext() if self.desk is None else self.desk.using(digest, tenant_id)
+        """Keep an adapter's blob while the block runs; the base has none. Raises :class:`AdapterUnavailableError`."""
+        return nullcontext() if self.desk is None or not digest else self.desk.using(digest, tenant_id)
 
 
 SERVICES = web.AppKey("services", Services)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 """For ``sys.setswitchinterval``: how long that thread may keep the interpreter from the loop that serves clients."""
 
 

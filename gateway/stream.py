@@ -21,8 +21,8 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # nginx must not collect tokens
 }
 UNTIMED_BYTES = 16 << 10
-"""A write of this size to an empty buffer never waits, so it needs no timer: that is every write to a client
-that keeps up."""
+"""While so few bytes are buffered a write never waits, so it needs no timer: that is every write to a client that
+keeps up."""
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -101,6 +101,12 @@ class ChunkEncoder:
         return self._heads[index] + members + b',"logprobs":' + logprobs + reason + self._tail
 
 
+class _Events(web.StreamResponse):
+    """Its head goes out with the first event, in one write."""
+
+    _send_headers_immediately = False
+
+
 class EventStream:
     """A ``text/event-stream`` that begins with its first event: until then a failure still gets a status.
 
@@ -112,7 +118,7 @@ class EventStream:
         self._request = request
         self._write_limit_s = write_limit_s
         self._metrics = metrics
-        self._response = web.StreamResponse(headers=HEADERS)
+        self._response = _Events(headers=HEADERS)
         self._starting = asyncio.Lock()
         self._transport: asyncio.Transport | None = None
         """Where chunks of the body can be written as they are; None before the first event, and for HTTP/1.0."""
@@ -148,7 +154,7 @@ class EventStream:
             return
         if self._is_free(data):
             await self._response.write(data)  # the first, with the headers
-            if self._response.chunked:
+            if data and self._response.chunked:
                 self._transport = self._request.transport
             return
         async with self._cut_when_slow():
@@ -173,7 +179,7 @@ class EventStream:
     def _is_free(self, data: bytes) -> bool:
         """Whether a write of these bytes cannot wait."""
         transport = self._request.transport
-        return transport is not None and not transport.get_write_buffer_size() and len(data) <= UNTIMED_BYTES
+        return transport is not None and transport.get_write_buffer_size() + len(data) <= UNTIMED_BYTES
 
     @asynccontextmanager
     async def _cut_when_slow(self) -> AsyncIterator[None]:

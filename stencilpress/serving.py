@@ -15,6 +15,7 @@ import msgspec
 
 from stencilpress.console import F, Place, place_options, schema_refusals_told, setting
 from stencilpress.engine.settings import MAX_ENGINES, PREFIX, EngineSettings, read_settings
+from stencilpress.kernel_cache import cache_folders, remove_outdated
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
@@ -108,6 +109,7 @@ def serve(
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
+            remove_outdated(place.data.kernels.absolute())
             base = _bring_in(place, model, base_id)
             chosen.environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
             visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
@@ -223,8 +225,8 @@ class _Chosen:
         given = {PREFIX + name.upper(): value for name, value in options.items() if value is not None}
         environment = {**os.environ, **given, f"{PREFIX}DATABASE_URL": place.database_url}
         environment[f"{PREFIX}ADAPTERS_DIR"] = str(place.data.adapters.absolute())
-        for compiler in ("NUMBA", "TRITON"):
-            environment.setdefault(f"{compiler}_CACHE_DIR", str((place.data.kernels / compiler.lower()).absolute()))
+        for variable, folder in cache_folders(place.data.kernels.absolute()).items():
+            environment.setdefault(variable, str(folder))
         later = {f"{PREFIX}{name}": "set below" for name in ("MODEL_DIR", "ENGINE_SOCKET")}
         engine = read_settings(EngineSettings, {**environment, **later})
         gateway = read_settings(GatewaySettings, {**environment, **later, f"{PREFIX}HTTP_FD": "-1"})

@@ -17,6 +17,17 @@ from stencilpress.web.page import page, redirect, render
 from stencilpress.web.visitor import SignedOutError, actor_of, address_of, signed_in, visitor_of
 
 PATH = f"{PREFIX}/account"
+BROWSERS = (("Edg/", "Edge"), ("OPR/", "Opera"), ("Firefox/", "Firefox"), ("Chrome/", "Chrome"), ("Safari/", "Safari"))
+"""Marks in a User-Agent; most browsers carry the marks of others too, so the first one found counts."""
+SYSTEMS = (
+    ("Android", "Android"),
+    ("iPhone", "iPhone"),
+    ("iPad", "iPad"),
+    ("Windows", "Windows"),
+    ("Mac OS X", "macOS"),
+    ("CrOS", "ChromeOS"),
+    ("Linux", "Linux"),
+)
 
 
 @page(Permission.READ)
@@ -63,6 +74,7 @@ async def end_sessions(request: web.Request) -> web.StreamResponse:
 
 async def _account(request: web.Request, error: ApiError | None = None) -> web.Response:
     visitor, known = visitor_of(request), signed_in(request)
+    sessions = await list_sessions(request.app[SERVICES].db, visitor.user_id)
     return render(
         request,
         "accounts/account.html",
@@ -70,9 +82,17 @@ async def _account(request: web.Request, error: ApiError | None = None) -> web.R
         section="account",
         status=200 if error is None else 422,
         user=None if known is None else known.user,
-        sessions=await list_sessions(request.app[SERVICES].db, visitor.user_id),
+        sessions=sessions,
+        browsers={one.public_id: browser_name(one.user_agent) for one in sessions},
         errors=errors_of(error),
     )
+
+
+def browser_name(user_agent: str) -> str:
+    """What people call a browser, as far as it says so: "Firefox on Linux"."""
+    browser = next((name for mark, name in BROWSERS if mark in user_agent), "Another browser")
+    system = next((name for mark, name in SYSTEMS if mark in user_agent), "")
+    return f"{browser} on {system}" if system else browser
 
 
 ROUTES = (

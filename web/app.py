@@ -15,6 +15,8 @@ from stencilpress.gateway.services import SERVICES
 from stencilpress.web import (
     account,
     adapters,
+    alerts,
+    audit,
     chat,
     chat_socket,
     console_api,
@@ -31,6 +33,7 @@ from stencilpress.web import (
     usage,
 )
 from stencilpress.web.console import CONSOLE, Console
+from stencilpress.web.firing import mount_firing
 from stencilpress.web.formats import FILTERS
 from stencilpress.web.guard import guard
 from stencilpress.web.headers import secure
@@ -53,6 +56,8 @@ PAGES = (
     dashboard,
     live,
     memory,
+    alerts,
+    audit,
 )
 """Modules with ``ROUTES``."""
 
@@ -71,6 +76,7 @@ def mount_console(app: web.Application) -> None:
         provider=provider_of(settings),
         paths=frozenset(route.path for route in routes if route.method == "GET"),
     )
+    mount_firing(app)
     app.middlewares.append(guard)
     app.on_response_prepare.append(secure)
     app.cleanup_ctx.append(_passwords_closed)

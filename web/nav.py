@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stencilpress.gateway.access import Role
@@ -50,23 +50,29 @@ class Group:
     items: Sequence[Item]
 
 
-def menu(visitor: Visitor | None, section: str, tenant: str | None, paths: Collection[str]) -> list[Group]:
-    """What a visitor may go to from ``section`` of a tenant, or of all; ``paths`` are the routes that exist."""
+def menu(
+    visitor: Visitor | None, section: str, tenant: str | None, paths: Collection[str], firing: Mapping[str, int]
+) -> list[Group]:
+    """What a visitor may go to from ``section`` of a tenant, or of all; ``paths`` are the routes that exist.
+
+    ``firing`` has the number of alerts by tenant, "" of all.
+    """
     if visitor is None:
         return []
     groups: list[Group] = []
     if visitor.role is Role.OPERATOR:
-        groups.append(_group("", OF_ALL, section if tenant is None else "", paths))
+        groups.append(_group("", OF_ALL, section if tenant is None else "", paths, firing))
     shown = tenant or ("" if visitor.role is Role.OPERATOR else visitor.tenant)
     if shown:
         pages = [one for one in OF_TENANT if one[0] != "chat" or visitor.role is not Role.VIEWER]
-        groups.append(_group(shown, pages, section if tenant else "", paths))
+        groups.append(_group(shown, pages, section if tenant else "", paths, firing))
     return [group for group in groups if group.items]
 
 
-def _group(label: str, pages: _Pages, current: str, paths: Collection[str]) -> Group:
+def _group(label: str, pages: _Pages, current: str, paths: Collection[str], firing: Mapping[str, int]) -> Group:
+    badges = {"alerts": firing.get(label, 0)}
     items = [
-        Item(text, path.replace("{tenant}", label), section, section == current)
+        Item(text, path.replace("{tenant}", label), section, section == current, badges.get(section, 0))
         for section, text, path in pages
         if path in paths
     ]

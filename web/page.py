@@ -16,6 +16,7 @@ from stencilpress.gateway.errors import ApiError, NotFoundError
 from stencilpress.gateway.middleware import REQUEST_ID
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE, PREFIX
+from stencilpress.web.firing import FIRING
 from stencilpress.web.flash import flash, take_flashes
 from stencilpress.web.nav import menu
 from stencilpress.web.visitor import csrf_token, find_visitor, principal_of, visitor_of
@@ -87,7 +88,7 @@ def render(
         "visitor": visitor,
         "csrf": csrf_token(request),
         "flashes": take_flashes(request),
-        "nav": menu(visitor, section, tenant, console.paths),
+        "nav": menu(visitor, section, tenant, console.paths, request.app[FIRING].counts()),
         "static_url": console.static.url,
     }
     text = console.templates.get_template(template).render({**context, **common})

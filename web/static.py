@@ -15,7 +15,13 @@ from aiohttp import web
 
 ROOT = "/console/static"
 _FOREVER = "public, max-age=31536000, immutable"
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".md": "text/plain"}
+_TYPES = {
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".md": "text/plain",
+    ".mjs": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 
 class StaticFiles:

@@ -53,15 +53,14 @@ class SignedOutError(AuthenticationError):
 
 
 async def recognise(request: web.Request) -> None:
-    """Find out who is there, once per request. Raises :class:`UnavailableError`."""
+    """Find out who is there, once per request. Raises :class:`UnavailableError`; nobody is signed in then."""
     session, visit = (request.cookies.get(cookie_name(request, name), "") for name in ("session", "visit"))
-    known = await request.app[CONSOLE].sessions.find(session) if session else None
-    if known is not None:
-        request[_SIGNED_IN], request[_BINDING] = known, session
-        _name_caller(request, principal_of(request))
-        return
     request[_FRESH] = not is_token(visit)
     request[_BINDING] = new_token() if request[_FRESH] else visit
+    known = await request.app[CONSOLE].sessions.find(session) if session else None
+    if known is not None:
+        request[_SIGNED_IN], request[_BINDING], request[_FRESH] = known, session, False
+        _name_caller(request, principal_of(request))
 
 
 def signed_in(request: web.Request) -> SignedIn | None:

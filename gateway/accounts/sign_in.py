@@ -1,7 +1,8 @@
 """Signing in with a password: attempts are limited over all gateways, and a refusal does not tell why.
 
 An account takes :data:`ACCOUNT_ATTEMPTS` in :data:`WINDOW` from anywhere, and an address :data:`ADDRESS_ATTEMPTS` for
-any accounts. They are counted before the password is looked at, so that attempts at the same moment count too.
+any accounts. They are counted before the password is looked at, so that attempts at the same moment count too, and
+given back when it is right.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ async def sign_in(db: Database, passwords: Passwords, email: str, password: str,
     usable = account.password_hash if account is not None and account.in_force else None
     if not await passwords.verify(usable, password[: MAX_CHARS + 1]) or account is None or usable is None:
         raise SignInError
-    await forgive_attempts(db, account_subject)
+    await forgive_attempts(db, account_subject, address_subject)
     if passwords.is_outdated(usable):
         await rehash_password(db, account.user.public_id, usable, await passwords.hash(password))
     return account.user

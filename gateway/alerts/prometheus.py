@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from stencilpress.gateway.alerts.rules import DEFINITIONS, WINDOW_S, Kind, Place, Rule, Rules
 from stencilpress.gateway.alerts.words import TITLES, alert_name
@@ -38,10 +39,14 @@ def _errors(rule: Rule) -> str:
     return f"{share} > {rule.threshold:g} and {_enough(rule, f'stencilpress_requests_total{_INFERENCE}')}"
 
 
-def _first_token(rule: Rule) -> str:
-    histogram = "stencilpress_time_to_first_token_seconds"
+def _slow(histogram: str, rule: Rule) -> str:
     quantile = f"histogram_quantile(0.99, sum by (le) (rate({histogram}_bucket{_W})))"
     return f"{quantile} > {rule.threshold / 1000:g} and {_enough(rule, f'{histogram}_count')}"
+
+
+def _hit_rate(rule: Rule) -> str:
+    hits, misses = (f"sum(increase(stencilpress_engine_adapter_{name}_total{_W}))" for name in ("hits", "misses"))
+    return f"{hits} / ({hits} + {misses}) < {rule.threshold:g} and {hits} + {misses} >= {rule.min_requests}"
 
 
 def _disk_share(rule: Rule) -> str:
@@ -49,7 +54,13 @@ def _disk_share(rule: Rule) -> str:
 
 
 QUERIES = (
-    _Query(Kind.FIRST_TOKEN_SLOW, _first_token, "{{ $value | humanizeDuration }}"),
+    _Query(Kind.HIT_RATE_LOW, _hit_rate, "{{ $value | humanizePercentage }}"),
+    _Query(Kind.COLD_START_SLOW, partial(_slow, "stencilpress_cold_start_seconds"), "{{ $value | humanizeDuration }}"),
+    _Query(
+        Kind.FIRST_TOKEN_SLOW,
+        partial(_slow, "stencilpress_time_to_first_token_seconds"),
+        "{{ $value | humanizeDuration }}",
+    ),
     _Query(Kind.ERRORS_HIGH, _errors, "{{ $value | humanizePercentage }}"),
     _Query(Kind.ENGINE_DOWN, lambda _: "stencilpress_engine_up == 0", "engine {{ $labels.engine }}"),
     _Query(Kind.DISK_SHARE_LOW, _disk_share, "{{ $value | humanizePercentage }} free"),

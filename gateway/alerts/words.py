@@ -67,9 +67,13 @@ def description(incident: Incident) -> str:
 
 
 def place(subject: Subject, tenant: str | None) -> str:
-    """What it is about: ``acme/pirate version 3``, ``engine 2``; empty for the installation as a whole."""
+    """What it is about: ``acme/pirate@3``, ``acme, this month``, ``engine 2``; empty for the whole installation."""
     where = "/".join(part for part in (tenant or "", subject.adapter) if part)
-    if not subject.item:
-        return where
-    item = f"{ITEM_NAMES.get(subject.kind, '')} {subject.item}".strip()
-    return f"{where} {item}".strip()
+    match ITEM_NAMES.get(subject.kind):
+        case "version" | "alias":
+            return f"{where}@{subject.item}"
+        case "period":
+            return f"{where}, {'today' if subject.item == 'day' else 'this month'}"
+        case "engine":
+            return f"engine {subject.item}"
+    return where

@@ -33,6 +33,7 @@ from stencilpress.gateway.observation import CURRENT
 from stencilpress.gateway.route import Route
 from stencilpress.gateway.services import SERVICES, Services
 from stencilpress.gateway.stream import ChunkEncoder, EventStream
+from stencilpress.gateway.usage.recorder import Meter
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -246,17 +247,29 @@ async def answers(
         finally:  # none of this waits, so a cancelled request is settled all the same
             charge.close(opened.each)
             if opened.each:
-                metrics.inter_token.add(charge.meter.gaps, charge.meter.gaps_ms)
-                _count(services, generation, opened.each)
+                _count(services, generation, opened.each, charge.meter)
 
 
-def _count(services: Services, generation: Generation, each: Sequence[Answer]) -> None:
+def _count(services: Services, generation: Generation, each: Sequence[Answer], meter: Meter) -> None:
     """What was generated is the server's; what is of a tenant or in its log line is what went into answers."""
     metrics, prompt_tokens = services.metrics, generation.prompt_tokens
     answer_tokens = sum(answer.answer_tokens for answer in each)
     metrics.prompt_tokens.inc(prompt_tokens)
     metrics.completion_tokens.inc(sum(answer.completion_tokens for answer in each))
-    metrics.tenants.add(generation.caller.tenant, prompt_tokens, answer_tokens)
+    metrics.tenants.add(
+        generation.caller.tenant,
+        prompt_tokens,
+        answer_tokens,
+        ttft_ms=meter.ttft_ms,
+        gaps=meter.gaps,
+        gaps_ms=meter.gaps_ms,
+    )
+    metrics.inter_token.add(meter.gaps, meter.gaps_ms)
+    finished = [answer.finished for answer in each if answer.finished is not None]
+    if finished:
+        metrics.queue.observe(max(one.queue_ms for one in finished))
+        if cold_start_ms := max(one.cold_start_ms for one in finished):
+            metrics.cold_start.observe(cold_start_ms)
     observed = CURRENT.get()
     observed.model, observed.adapter = generation.model, generation.route.adapter
     observed.prompt_tokens, observed.completion_tokens = prompt_tokens, answer_tokens

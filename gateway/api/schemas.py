@@ -73,7 +73,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Beyond OpenAI, under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_STOP_IDS)] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None

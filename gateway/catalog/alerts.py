@@ -139,15 +139,17 @@ async def list_alerts(
         return tuple(_alert_of(row, tenant) for row, tenant in rows)
 
 
-async def count_firing(db: Database) -> dict[int | None, int]:
-    """Firing incidents that nobody has acknowledged, by tenant; None has the installation's."""
+async def count_firing(db: Database) -> dict[str, int]:
+    """Firing incidents that nobody has acknowledged, by tenant; "" has all of them and the installation's."""
     query = (
-        select(IncidentRow.tenant_id, func.count())
+        select(TenantRow.name, func.count())
+        .outerjoin_from(IncidentRow, TenantRow, IncidentRow.tenant_id == TenantRow.id)
         .where(IncidentRow.state == State.FIRING.value, IncidentRow.acknowledged_at.is_(None))
-        .group_by(IncidentRow.tenant_id)
+        .group_by(TenantRow.name)
     )
     async with db.read() as session:
-        return {row[0]: row[1] for row in await session.execute(query)}
+        counts = {row[0]: row[1] for row in await session.execute(query)}
+    return {**{tenant: count for tenant, count in counts.items() if tenant is not None}, "": sum(counts.values())}
 
 
 async def acknowledge(db: Database, alert_id: int, *, tenant_id: int | None = None, actor: Actor = SYSTEM) -> Alert:

@@ -70,14 +70,28 @@ def audit(
 
 
 async def list_audit(
-    db: Database, *, tenant_id: int | None = None, target: str = "", before_id: int | None = None, limit: int = 50
+    db: Database,
+    *,
+    tenant_id: int | None = None,
+    target: str = "",
+    actor: str = "",
+    action: str = "",
+    before_id: int | None = None,
+    limit: int = 50,
 ) -> tuple[AuditEntry, ...]:
-    """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None."""
+    """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None.
+
+    ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``.
+    """
     query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
     if tenant_id is not None:
         query = query.where(AuditRow.tenant_id == tenant_id)
     if target:
         query = query.where(AuditRow.target == target)
+    if actor:
+        query = query.where(AuditRow.actor == actor)
+    if action:
+        query = query.where(AuditRow.action.startswith(action, autoescape=True))
     if before_id is not None:
         query = query.where(AuditRow.id < before_id)
     async with db.read() as session:

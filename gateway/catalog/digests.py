@@ -11,6 +11,8 @@ from stencilpress.gateway.catalog.models import AdapterRow, ShareRow, TenantRow,
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import parts
 
+DIGESTS_A_STATEMENT = 1000
+
 
 class Owner(NamedTuple):
     """A version with a digest. ``guests`` are the tenants that its adapter is shared with."""
@@ -39,10 +41,10 @@ async def owners_of(db: Database, digests: Collection[str]) -> dict[str, tuple[O
     )
     found: dict[str, list[Owner]] = {digest: [] for digest in digests}
     async with db.read() as session:
-        for some in parts(sorted(digests)):
+        for some in parts(sorted(digests), DIGESTS_A_STATEMENT):
             rows = (await session.execute(versions.where(VersionRow.digest.in_(some)))).all()
             guests: dict[int, set[int]] = {}
-            for part in parts(sorted({row.adapter_id for row in rows})):
+            for part in parts(sorted({row.adapter_id for row in rows}), DIGESTS_A_STATEMENT):
                 shares = select(ShareRow.adapter_id, ShareRow.tenant_id).where(ShareRow.adapter_id.in_(part))
                 for adapter_id, guest in await session.execute(shares):
                     guests.setdefault(adapter_id, set()).add(guest)

@@ -76,7 +76,13 @@ class Axis:
 
 
 def choose_axis(
-    start: datetime, end: datetime, *, points: int = MAX_POINTS, previous: bool = False, now: datetime | None = None
+    start: datetime,
+    end: datetime,
+    *,
+    points: int = MAX_POINTS,
+    previous: bool = False,
+    least_s: int = 60,
+    now: datetime | None = None,
 ) -> Axis:
     """The finest steps of at most ``points`` that roll-ups have for a span, and with ``previous`` for the one before.
 
@@ -89,7 +95,8 @@ def choose_axis(
         raise InvalidRequestError(f"start: is more than {MAX_YEARS} years before the end", param="start")
     first_s = start_s - (end_s - start_s) * previous
     age_s = (now or datetime.now(UTC)).timestamp() - first_s
-    least_s = 60 if end_s - start_s <= MINUTES_SPAN_S and age_s <= MINUTES_AGE_S else 3600
+    if end_s - start_s > MINUTES_SPAN_S or age_s > MINUTES_AGE_S:
+        least_s = max(least_s, 3600)
     for step_s in _STEPS_S:
         from_s, to_s = start_s // step_s * step_s, -(-end_s // step_s) * step_s
         if step_s >= least_s and (to_s - from_s) // step_s <= points:

@@ -215,10 +215,12 @@ async def count_attempt(db: Database, subject: bytes, window: timedelta) -> tupl
     return found[0], found[1]
 
 
-async def forgive_attempts(db: Database, subject: bytes) -> None:
-    """Forget a subject's attempts: it has shown who it is."""
+async def forgive_attempts(db: Database, account: bytes, address: bytes) -> None:
+    """An account that has shown who it is: its attempts are forgotten, and the address has the last one back."""
     async with db.write() as session:
-        await session.execute(delete(AttemptRow).where(AttemptRow.subject == subject))
+        await session.execute(delete(AttemptRow).where(AttemptRow.subject == account))
+        given_back = update(AttemptRow).where(AttemptRow.subject == address, AttemptRow.count > 0)
+        await session.execute(given_back.values(count=AttemptRow.count - 1))
 
 
 async def note_refused(db: Database, user: User | None, email: str, *, actor: Actor) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
-from sqlalchemy import Row, select, tuple_
+from sqlalchemy import Row, Table, bindparam, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -99,31 +99,35 @@ def stored_sum(row: RollupRow | Row[Any]) -> UsageSum:
 
 
 async def add_to_rollups(
-    db: Database, session: AsyncSession, table: type[RollupRow], groups: Mapping[Key, UsageSum]
+    db: Database, session: AsyncSession, kind: type[RollupRow], groups: Mapping[Key, UsageSum]
 ) -> None:
     """Add sums to the roll-ups of their keys, in one order everywhere, so that two writers cannot lock crosswise."""
     insert = postgresql.insert if db.is_postgresql else sqlite.insert
-    empty = {**dict.fromkeys(_SUMS, 0), **dict.fromkeys((*_HISTOGRAMS, "errors"), _EMPTY)}
-    columns = list(table.__table__.primary_key)
+    table = cast("Table", kind.__table__)
+    columns = list(table.primary_key)
     names = [str(column.key) for column in columns]
+    fresh = insert(table).on_conflict_do_nothing().returning(*columns)
+    change = update(table).where(*(column == bindparam(f"of_{column.key}") for column in columns))
     for keys in parts(sorted(groups)):
-        fresh = [{**dict(zip(names, key, strict=True)), **empty} for key in keys]
-        await session.execute(insert(table).on_conflict_do_nothing(), fresh)
-        query = select(table).where(tuple_(*columns).in_(keys)).with_for_update()
-        row: Any
-        for row in await session.scalars(query.order_by(*columns)):
+        new = [dict(zip(names, key, strict=True)) | _columns(groups[key]) for key in keys]
+        made = {tuple(row) for row in (await session.execute(fresh, new)).all()}
+        known = [key for key in keys if key not in made]
+        query = select(table).where(tuple_(*columns).in_(known)).order_by(*columns).with_for_update()
+        changed = []
+        for row in (await session.execute(query)).all() if known else ():
+            key = tuple(getattr(row, name) for name in names)
             total = stored_sum(row)
-            total.merge(groups[tuple(getattr(row, name) for name in names)])
-            _store(row, total)
-        await session.flush()
+            total.merge(groups[key])
+            changed.append({f"of_{name}": value for name, value in zip(names, key, strict=True)} | _columns(total))
+        if changed:
+            await session.execute(change, changed)
 
 
-def _store(row: RollupRow, total: UsageSum) -> None:
-    for name in _SUMS:
-        setattr(row, name, getattr(total, name))
-    for name in _HISTOGRAMS:
-        setattr(row, name, pack(getattr(total, name)))
-    row.errors = _encode(dict(sorted(total.errors.items())))
+def _columns(usage: UsageSum) -> dict[str, Any]:
+    """Inverse of :func:`stored_sum`."""
+    values: dict[str, Any] = {name: getattr(usage, name) for name in _SUMS}
+    values |= {name: pack(getattr(usage, name)) for name in _HISTOGRAMS}
+    return values | {"errors": _encode(dict(sorted(usage.errors.items())))}
 
 
 def _count(counts: Counts, ms: float) -> None:
@@ -140,9 +144,9 @@ def instant(seconds: int) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def parts(items: Sequence[Any]) -> list[Sequence[Any]]:
+def parts(items: Sequence[Any], size: int = KEYS_A_STATEMENT) -> list[Sequence[Any]]:
     """So that a statement has a bounded number of parameters."""
-    return [items[start : start + KEYS_A_STATEMENT] for start in range(0, len(items), KEYS_A_STATEMENT)]
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 _EMPTY = pack({})

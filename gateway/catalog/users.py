@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -150,8 +150,10 @@ async def change_role(
     """Raises :class:`NotFoundError`, :class:`InvalidRequestError`, :class:`PermissionDeniedError`."""
     check_role(actor, role)
 
-    def apply(row: UserRow) -> None:
-        row.role = role.value
+    async def apply(session: AsyncSession, row: UserRow) -> None:
+        if row.role != role.value:
+            row.role = role.value
+            await end_sessions(session, row.public_id)
 
     return await _update(db, user_id, tenant, actor, "user.role", apply)
 
@@ -159,8 +161,9 @@ async def change_role(
 async def disable_user(db: Database, user_id: str, tenant: str | None = None, *, actor: Actor = SYSTEM) -> User:
     """Refuse a user from now on, on every gateway within a second. Raises :class:`NotFoundError`."""
 
-    def apply(row: UserRow) -> None:
+    async def apply(session: AsyncSession, row: UserRow) -> None:
         row.disabled_at = row.disabled_at or datetime.now(UTC)
+        await end_access(session, row.public_id)
 
     return await _update(db, user_id, tenant, actor, "user.disable", apply)
 
@@ -168,7 +171,7 @@ async def disable_user(db: Database, user_id: str, tenant: str | None = None, *,
 async def enable_user(db: Database, user_id: str, tenant: str | None = None, *, actor: Actor = SYSTEM) -> User:
     """Raises :class:`NotFoundError`."""
 
-    def apply(row: UserRow) -> None:
+    async def apply(_session: AsyncSession, row: UserRow) -> None:
         row.disabled_at = None
 
     return await _update(db, user_id, tenant, actor, "user.enable", apply)
@@ -209,10 +212,15 @@ async def bind_subject(db: Database, user_id: str, oidc_subject: str, *, actor: 
         audit(session, actor, "user.bind", _target(row), before, _facts(row))
 
 
-async def end_access(session: AsyncSession, user_id: str, *, keep_session: str = "") -> None:
-    """Remove a user's sessions and links."""
+async def end_sessions(session: AsyncSession, user_id: str, *, keep_session: str = "") -> None:
+    """Within a transaction that is under way."""
     ended = delete(SessionRow).where(SessionRow.user_id == user_id, SessionRow.public_id != keep_session)
     await session.execute(ended)
+
+
+async def end_access(session: AsyncSession, user_id: str, *, keep_session: str = "") -> None:
+    """Remove a user's sessions and links."""
+    await end_sessions(session, user_id, keep_session=keep_session)
     await session.execute(delete(OneTimeLinkRow).where(OneTimeLinkRow.user_id == user_id))
 
 
@@ -235,15 +243,18 @@ def to_user(row: UserRow, tenant: str) -> User:
 
 
 async def _update(
-    db: Database, user_id: str, tenant: str | None, actor: Actor, action: str, apply: Callable[[UserRow], None]
+    db: Database,
+    user_id: str,
+    tenant: str | None,
+    actor: Actor,
+    action: str,
+    apply: Callable[[AsyncSession, UserRow], Awaitable[None]],
 ) -> User:
     async with db.write() as session:
         row, owner = await _visible_row(session, user_id, tenant, actor, lock=True)
         check_grant(actor, Role(row.role), EVERYTHING)
         before = _facts(row)
-        apply(row)
-        if _facts(row) != before:
-            await end_access(session, row.public_id)
+        await apply(session, row)
         audit(session, actor, action, _target(row), before, _facts(row))
     return to_user(row, owner.name)
 

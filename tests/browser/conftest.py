@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,7 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
+FIRST_OPERATOR = "first@example.com"
 DEMO_ADAPTERS = ("json", "pirate", "support", "terse")
 TINY_ADAPTERS = ("pirate", "terse")
 EXPECTED_STATUSES = frozenset({400, 401, 403, 404, 409, 413, 422, 429})
@@ -71,6 +73,8 @@ class Site:
     """A name of the base that requests may use."""
     adapters: tuple[str, ...]
     """Of tenant ``demo``, with ``prod`` at version 1."""
+    used_link: str
+    """By which the first operator, :data:`FIRST_OPERATOR`, has come."""
 
     @property
     def url(self) -> str:
@@ -125,12 +129,6 @@ def stencilpress(*arguments: str, data: Path) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def site(started: _Started) -> AsyncIterator[Site]:
-    async with Database(f"sqlite:///{started.data / 'v1' / 'catalog.db'}") as db:
-        yield Site(started.server, db, started.base, started.adapters)
-
-
 @pytest.fixture(scope="session")
 def playwright() -> Any:
     """What drives a browser; skipped where that or the browser is missing."""
@@ -146,6 +144,23 @@ async def chromium(playwright: Any) -> AsyncIterator[Browser]:
         browser = await driver.chromium.launch(executable_path=BROWSER, args=list(FLAGS))
         yield browser
         await browser.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def site(chromium: Browser, started: _Started) -> AsyncIterator[Site]:
+    """The server, after its first operator has followed the link that it printed."""
+    link = re.search(r"^  console +(\S+/console/setup/\S+)$", started.server.log.read_text(), re.MULTILINE)
+    assert link, "the start prints a link while there is no user"
+    page = await chromium.new_page()
+    await page.goto(link[1])
+    await page.get_by_label("E-mail address").fill(FIRST_OPERATOR)
+    await page.get_by_label("Password", exact=True).fill(PASSWORD)
+    await page.get_by_label("The password again").fill(PASSWORD)
+    await page.get_by_role("button", name="Set the password").click()
+    await page.wait_for_url("**/console/sign-in")
+    await page.close()
+    async with Database(f"sqlite:///{started.data / 'v1' / 'catalog.db'}") as db:
+        yield Site(started.server, db, started.base, started.adapters, link[1])
 
 
 @dataclass

@@ -5,6 +5,7 @@ The fake engine echoes the prompt, so an answer's text is what the test writes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -163,7 +164,7 @@ async def test_an_adapter_streams_and_its_figures_are_told(visit: Visit, site: S
     assert await done.locator("[data-model]").text_content() == f"{name}@1"
     figures = await done.locator("[data-figures]").text_content()
     assert figures is not None
-    assert "first after" in figures
+    assert "first token" in figures
     assert "tok/s" in figures
     text = "".join(event["delta"] for event in frames.events if event["type"] == "response.output_text.delta")
     await done.get_by_role("button", name="Copy the answer").click()
@@ -206,6 +207,26 @@ async def test_stopping_keeps_what_has_come(desk: Desk) -> None:
     assert text.startswith("abcabc")
     assert desk.gateway.engine.aborts
     assert await desk.page.get_by_role("button", name="Send", exact=True).is_visible()
+
+
+async def test_the_page_follows_an_answer_only_while_the_reader_is_at_its_end(desk: Desk) -> None:
+    page, scroller = desk.page, desk.page.locator("[data-scroll]")
+    beyond_end = "(e) => e.scrollHeight - e.clientHeight - e.scrollTop"
+    await desk.ask("line\n\n" * 3 + "end ", max_tokens="3500")
+    await page.locator(".prose p").nth(40).wait_for()
+    assert await scroller.evaluate(beyond_end) < 5
+    await scroller.hover()
+    await page.mouse.wheel(0, -400)
+    await page.get_by_role("button", name="To the end").wait_for()
+    top = await scroller.evaluate("(e) => e.scrollTop")
+    seen = await page.locator(".prose p").count()
+    await page.locator(".prose p").nth(seen + 20).wait_for(state="attached")
+    assert await scroller.evaluate("(e) => e.scrollTop") == top
+    await page.get_by_role("button", name="To the end").click()
+    await page.locator(".prose p").nth(seen + 30).wait_for()
+    assert await scroller.evaluate(beyond_end) < 5
+    await page.get_by_role("button", name="Stop").click()
+    await desk.answers("stopped").wait_for()
 
 
 async def test_a_reload_keeps_the_conversation_and_another_can_follow(desk: Desk) -> None:
@@ -320,6 +341,31 @@ async def test_columns_come_and_go_and_each_has_its_own_history(desk: Desk) -> N
     await desk.answers("done").nth(1).wait_for()
     assert await desk.page.locator(".chat-column").count() == 1
     assert await desk.page.get_by_role("combobox", name="Model").input_value() == "pirate@2"
+
+
+async def test_conversations_are_renamed_exported_and_deleted(desk: Desk) -> None:
+    page = desk.page
+    await desk.ask("a [b](javascript:alert) c", max_tokens="12")
+    await desk.answers("done").wait_for()
+    for name, ending in (("Export as Markdown", ".md"), ("Export as JSON", ".json")):
+        await page.get_by_label("More").click()
+        async with page.expect_download() as coming:
+            await page.get_by_role("button", name=name).click()
+        kept = await coming.value
+        assert kept.suggested_filename.endswith(ending)
+        assert "a [b](javascript:alert) c" in await asyncio.to_thread((await kept.path()).read_text)
+    await page.get_by_label("More").click()
+    await page.get_by_role("button", name="Rename", exact=True).click()
+    await page.get_by_role("textbox", name="Title", exact=True).fill("<img src=x onerror=window.owned=1>")
+    await page.get_by_role("textbox", name="Title", exact=True).press("Enter")
+    await page.get_by_role("heading", name="<img src=x").wait_for()
+    assert await page.evaluate("() => window.owned") is None
+    page.on("dialog", lambda dialog: dialog.accept())
+    await page.get_by_role("button", name="Delete all").click()
+    await page.locator(".turn").wait_for(state="detached")
+    await page.reload()
+    await page.get_by_role("heading", name="Ask base").wait_for()
+    assert await page.locator(".chat-conversations li").count() == 0
 
 
 async def test_settings_out_of_range_are_told_and_not_sent(desk: Desk) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,13 +26,25 @@ from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 from stencilpress.engine.model.weights import load_weights
-from stencilpress.engine.plan import Chunk, Draw, Segment, StepPlan
+from stencilpress.engine.plan import (
+    Chunk,
+    Draw,
+    DropOrder,
+    Fetched,
+    FetchOrder,
+    LoadResult,
+    Placed,
+    PlaceOrder,
+    Segment,
+    Sized,
+    StepPlan,
+)
 from stencilpress.engine.spec import load_spec, page_geometry
 from stencilpress.kernels.triton_launch import INTERPRETED
 from tests.gpu.references import Reference, check_greedy, relative
 from tests.integration.test_engine_process import engine, generate
 from tests.unit.cuda_parity import ALL, check_rows
-from tests.unit.tiny_models import MAX_RANK, VOCAB, Engine, load_engine, placed_adapters, save_adapter, save_model
+from tests.unit.tiny_models import MAX_RANK, VOCAB, Engine, load, load_engine, placed_adapters, save_adapter, save_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -269,6 +282,31 @@ def test_the_process_serves_a_model_folder_and_its_adapters(tmp_path: Path) -> N
         reference = Reference(tmp_path / "model", None if adapter is None else tmp_path / adapter)
         assert len(answer) == 32
         assert check_greedy(reference, text, answer) <= 10
+
+
+def test_a_load_that_is_copied_while_it_is_read_leaves_what_one_from_host_memory_does(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", **SIZES)
+    digest = save_adapter(tmp_path, tmp_path / "model", 5, **ADAPTERS[1])
+    pool, ready = load_engine(tmp_path / "model", 40, CUDA, "bfloat16"), threading.Semaphore(0)
+    loader = Loader(tmp_path, pool.spec, pool.memory, MAX_RANK, ready.release)
+    fetched = load(loader, ready, FetchOrder(digest))
+    assert isinstance(fetched, Fetched)
+    pages = tuple(range(fetched.pages))
+    assert load(loader, ready, PlaceOrder(digest, pages)) == Placed(digest)
+    bytes_ = pool.memory.flat.view(torch.uint8)
+    from_host = bytes_.cpu()
+    loader.submit(DropOrder(digest, "hbm"))
+    loader.submit(DropOrder(digest, "host"))
+    pool.memory.flat.fill_(torch.nan)
+    loader.submit(FetchOrder(digest))
+    answers: list[LoadResult] = []
+    loader.submit(PlaceOrder(digest, pages))
+    while len(answers) < 3:
+        assert ready.acquire(timeout=30)
+        answers += loader.results()
+    loader.close()
+    assert answers == [Sized(digest, len(pages)), fetched, Placed(digest)]
+    assert torch.equal(bytes_.cpu(), from_host)
 
 
 @pytest.mark.parametrize("sizes", [[2 << 20, 4096, 8, 1 << 20], [16] * 300, [24]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -75,7 +75,8 @@ class Browser:
     async def request(self, method: str, path: str, **options: Any) -> Answer:
         url = URL(self.gateway.url + path, encoded=True)
         async with self.http.request(method, url, allow_redirects=False, **options) as answer:
-            return Answer(answer.status, await answer.text(), answer.headers)
+            endless = answer.content_type == "text/event-stream"
+            return Answer(answer.status, "" if endless else await answer.text(), answer.headers)
 
     async def get(self, path: str, *, status: int = 200) -> Answer:
         answer = await self.request("GET", path)
@@ -96,7 +97,7 @@ class Browser:
         """The token of this browser's forms."""
         return (await self.follow("/console/account")).csrf
 
-    async def submit(self, path: str, status: int = 303, **fields: str | list[str]) -> Answer:
+    async def submit(self, path: str, status: int = 303, **fields: str | Sequence[str]) -> Answer:
         """Send a form with the token."""
         pairs = [("csrf", await self.csrf())]
         for name, value in fields.items():

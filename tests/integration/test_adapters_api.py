@@ -133,6 +133,8 @@ async def test_a_refused_upload_tells_everything_and_leaves_nothing(gateway: Gat
         (b"--x\r\n", "multipart/form-data; boundary=x", 400),
         (b"garbage", "multipart/form-data; boundary=x", 400),
         (b"garbage", "multipart/form-data", 400),
+        (b"--x\r\nA: " + b"a" * 200_000 + b"\r\n\r\n", "multipart/form-data; boundary=x", 400),
+        (b"--x\r\nContent-Length: -5\r\n\r\n", "multipart/form-data; boundary=x", 400),
         (
             b'--x\r\nContent-Disposition: form-data; name="evil.py"\r\n\r\nx\r\n--x--\r\n',
             "multipart/form-data; boundary=x",

@@ -319,3 +319,12 @@ async def test_the_quota_says_what_is_used_beside_the_limits(gateway: Gateway, o
     assert quota["adapters"]["used"] > 0
     assert quota["stored_bytes"]["used"] > 0
     assert (quota["time_zone"], quota["shadow"]) == ("Asia/Tokyo", False)
+
+
+@pytest.mark.parametrize("instant", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59Z", "1969-12-31T23:59:59Z"])
+async def test_instants_at_the_ends_of_the_calendar_are_refused_by_name(operator: AdminClient, instant: str) -> None:
+    refused = await operator("POST", "/tenants/demo/keys", {"expires_at": instant}, status=400)
+    assert refused["error"]["param"] == "expires_at"
+    for path in ("/series", "/top", "/tenants/demo/usage", "/tenants/demo/series", "/tenants/demo/top"):
+        refused = await operator("GET", f"{path}?end={instant.replace('+', '%2B')}", status=400)
+        assert refused["error"]["param"] == "end"

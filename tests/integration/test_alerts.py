@@ -257,6 +257,15 @@ async def test_two_gateways_that_look_at_once_tell_it_once(
         assert len(list(await session.scalars(select(DeliveryRow)))) == 1
 
 
+async def test_a_receiver_that_never_answers_is_given_its_time(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stencilpress.gateway.alerts.courier.LIMIT_S", 0.2)
+    receiver.silent = True
+    async with Courier(private=True) as courier:
+        assert await courier.post(receiver.url, b"{}", {}) == "no answer within 0.2 s"
+
+
 async def test_of_too_many_waiting_the_oldest_is_given_up(
     db: Database, tenant: Tenant, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,14 +326,14 @@ async def test_acknowledging_is_for_what_fires_and_for_its_own_tenant(
     await alerts.set_rule(db, Kind.ERRORS_HIGH, Place(), RuleChange(for_s=0, clear_s=0))
     await served(db, [request(tenant, n, status="failed") for n in range(50)])
     await watch.look(NOW)
-    assert await alerts.count_firing(db) == {tenant.id: 2}
+    assert await alerts.count_firing(db) == {"acme": 2, "": 2}
     alert = (await alerts.list_alerts(db))[0]
     with pytest.raises(NotFoundError):
         await alerts.acknowledge(db, alert.id, tenant_id=tenant.id + 1)
     seen = await alerts.acknowledge(db, alert.id, tenant_id=tenant.id)
     assert seen.acknowledged_by == "system"
     assert await alerts.acknowledge(db, alert.id) == seen
-    assert await alerts.count_firing(db) == {tenant.id: 1}
+    assert await alerts.count_firing(db) == {"acme": 1, "": 1}
     assert (await list_audit(db))[0].action == "alert.acknowledge"
     await watch.look(NOW + timedelta(hours=1))
     with pytest.raises(ConflictError):

@@ -82,16 +82,16 @@ async def etag_of(api: AdminClient, name: str = "pirate") -> str:
 # --- who sees what -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", [Role.OPERATOR, Role.ADMIN, Role.VIEWER])
-async def test_every_page_is_there_for_every_role(gateway: Gateway, role: Role) -> None:
-    browser = await signed_in(gateway, role)
-    for path in PAGES:
-        page = await browser.get(path)
-        changes = page.text.count('method="post"') - page.text.count('action="/console/sign-out"')
-        if role is Role.VIEWER:
-            assert changes == 0, f"{path} has a button that would be refused"
-    await browser.get("/console/adapters", status=200 if role is Role.OPERATOR else 403)
-    await browser.get(f"{HOME}/upload", status=403 if role is Role.VIEWER else 200)
+async def test_every_page_is_there_for_every_role(gateway: Gateway) -> None:
+    for role in (Role.OPERATOR, Role.ADMIN, Role.VIEWER):
+        browser = await signed_in(gateway, role)
+        for path in PAGES:
+            page = await browser.get(path)
+            changes = page.text.count('method="post"') - page.text.count('action="/console/sign-out"')
+            if role is Role.VIEWER:
+                assert changes == 0, f"{path} has a button that would be refused"
+        await browser.get("/console/adapters", status=200 if role is Role.OPERATOR else 403)
+        await browser.get(f"{HOME}/upload", status=403 if role is Role.VIEWER else 200)
 
 
 async def test_what_is_foreign_looks_like_what_does_not_exist(gateway: Gateway, admin: Browser) -> None:
@@ -265,18 +265,32 @@ async def test_a_canary_is_aborted(admin: Browser, api: AdminClient) -> None:
     assert await prod_of(api) == (1, None)
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"version": "2", "percent": "0"}, ">= 1"),
-        ({"version": "2", "percent": "x"}, "int"),
-        ({"version": "1", "percent": "5"}, "is the alias's own version"),
-        ({"version": "", "percent": "5"}, "int"),
-    ],
-)
-async def test_a_canary_that_cannot_be_is_explained(admin: Browser, api: AdminClient, fields: Any, text: str) -> None:
-    page = await admin.submit(f"{PIRATE}/aliases/prod/canary", 400, etag=await etag_of(api), stable="1", **fields)
-    assert text in page.words
+async def test_a_guard_is_set_in_percent_and_kept(admin: Browser, api: AdminClient) -> None:
+    canary = f"{PIRATE}/aliases/prod/canary"
+    fields: Any = {"version": "2", "percent": "5", "stable": "1", "guarded": "1", "window_s": "1800"}
+    limits: Any = {"max_error_share": "2.5", "max_ttft_ratio": "", "min_requests": "20"}
+    await admin.submit(canary, etag=await etag_of(api), **fields, **limits)
+    guard = (await api("GET", f"{API}/pirate/aliases/prod"))["canary"]["guard"]
+    assert guard == {"max_error_share": 0.025, "max_ttft_ratio": None, "min_requests": 20, "window_s": 1800}
+    page = await admin.get(canary)
+    assert 'name="max_error_share" type="number" value="2.5"' in page.text
+    assert "Taken back if more than 2.5 % of its requests fail" in page.words
+    bad: Any = {**limits, "max_error_share": "250"}
+    refused = await admin.submit(canary, 400, etag=await etag_of(api), **fields, **bad)
+    assert "expected 0 to 100" in refused.words
+    assert 'value="250"' in refused.text
+    empty: Any = dict.fromkeys(limits, "")
+    refused = await admin.submit(canary, 400, etag=await etag_of(api), **fields, **empty)
+    assert "sets no limit" in refused.words
+    await admin.submit(canary, etag=await etag_of(api), **{**fields, "guarded": ""})
+    assert (await api("GET", f"{API}/pirate/aliases/prod"))["canary"]["guard"] is None
+
+
+async def test_a_canary_that_cannot_be_is_explained(admin: Browser, api: AdminClient) -> None:
+    for version, percent, text in (("2", "0", ">= 1"), ("2", "x", "int"), ("1", "5", "own version"), ("", "5", "int")):
+        fields: Any = {"version": version, "percent": percent, "stable": "1"}
+        page = await admin.submit(f"{PIRATE}/aliases/prod/canary", 400, etag=await etag_of(api), **fields)
+        assert text in page.words
     assert await prod_of(api) == (1, None)
 
 

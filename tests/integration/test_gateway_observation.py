@@ -14,8 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stencilpress.engine.logs import JsonFormatter
-from stencilpress.gateway.metrics import AdapterActivity, TenantCounts
+from stencilpress.engine.messages import Stats
+from stencilpress.gateway import tenant_metrics
+from stencilpress.gateway.exposition import render
+from stencilpress.gateway.metrics import AdapterActivity
 from stencilpress.gateway.observation import access_logger, log_context
+from stencilpress.gateway.tenant_metrics import TenantCounts
+from stencilpress.gateway.usage.histogram import bucket_of
 from tests.fakes.engine import Options
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
 
@@ -139,12 +144,50 @@ async def test_only_the_tenant_with_the_most_tokens_is_shown(gateway: Gateway) -
 
 
 def test_tenants_beyond_the_bound_are_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stencilpress.gateway.metrics.MAX_TENANTS", 2)
+    monkeypatch.setattr(tenant_metrics, "MAX_TENANTS", 2)
     counts = TenantCounts(shown=10)
     for tenant in ("a", "b", "a", "c"):
         counts.add(tenant, 1, 1)
     requests = next(counts.families())
     assert {labels["tenant"]: value for _, labels, value in requests.samples} == {"a": 2, "c": 1}
+
+
+async def test_latencies_are_shown_by_tenant_and_as_prometheus_has_them(gateway: Gateway) -> None:
+    await gateway.post("/v1/completions", {"model": "base", "prompt": "a", "max_tokens": 5})
+    series = await scrape(gateway)
+    for name in ("time_to_first_token", "inter_token"):  # of one tenant alone: the same as of all
+        of_tenant, of_all = f"stencilpress_tenant_{name}_seconds", f"stencilpress_{name}_seconds"
+        for part in ("bucket", "count", "sum"):
+            values = [value for _, value in series[f"{of_tenant}_{part}"]]
+            assert values == pytest.approx([value for _, value in series[f"{of_all}_{part}"]])
+            assert all(labels["tenant"] == "demo" for labels, _ in series[f"{of_tenant}_{part}"])
+    assert series["stencilpress_tenant_time_to_first_token_seconds_count"][0][1] == 1.0
+    assert series["stencilpress_queue_seconds_count"] == [({"gateway": "1"}, 1.0)]
+    assert series["stencilpress_cold_start_seconds_count"] == [({"gateway": "1"}, 0.0)]
+
+
+def test_gaps_are_counted_by_the_middle_of_their_bucket() -> None:
+    counts = TenantCounts(shown=10)
+    counts.add("a", 1, 1, gaps={bucket_of(4.0): 3, bucket_of(80.0): 1, bucket_of(9000.0): 1}, gaps_ms=9092.0)
+    samples = {
+        labels.get("le", name): value
+        for family in counts.families()
+        if family.name == "stencilpress_tenant_inter_token_seconds"
+        for name, labels, value in family.samples
+    }
+    assert [samples[le] for le in ("0.0025", "0.005", "0.05", "0.1", "2.5", "+Inf")] == [0, 3, 3, 4, 4, 5]
+    assert samples["stencilpress_tenant_inter_token_seconds_sum"] == pytest.approx(9.092)
+
+
+def test_steps_are_histograms_of_exact_counts() -> None:
+    stats = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, adapters_per_step={0: 5, 3: 2, 600: 1})
+    text = render([], 1, [stats, None], 16).decode()
+    name = "stencilpress_engine_adapters_per_step"
+    for le, count in (("0", 5.0), ("2", 5.0), ("4", 7.0), ("512", 7.0), ("+Inf", 8.0)):
+        assert f'{name}_bucket{{engine="1",le="{le}"}} {count}\n' in text
+    assert f'{name}_sum{{engine="1"}} 606.0\n' in text
+    assert f'{name}_count{{engine="1"}} 8.0\n' in text
+    assert 'engine="2",le=' not in text
 
 
 def test_an_adapter_runs_from_its_first_token_and_leaves_nothing() -> None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import text
 
+from stencilpress.gateway.access import Role
+from stencilpress.gateway.catalog.records import TenantLimits
+from stencilpress.gateway.catalog.refusals import refusal_series
 from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.series import choose_axis
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.keys import issue_key
+from stencilpress.gateway.quota.plan import Quota
 from tests.integration.gateway_harness import build_model
 
 STREAMS = 12
@@ -124,6 +133,52 @@ async def test_a_gateway_that_is_stopped_alone_leaves_new_connections_to_the_oth
             stream.close()
         await asyncio.to_thread(psutil.wait_procs, [victim], 10)
         assert not victim.is_running()
+
+
+async def test_live_pictures_are_of_both_and_an_orderly_end_writes_what_was_counted(tmp_path: Path) -> None:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        two_gateways(tmp_path, "--step-delay-ms 20 --max-model-len 100000") as server,
+        aiohttp.ClientSession(connector=connector) as http,
+        Database(f"sqlite:///{tmp_path / 'catalog.db'}") as db,
+    ):
+        await create_tenant(db, "tight", TenantLimits(quota=Quota(tokens_per_minute=1)))
+        operator = (await issue_key(db, "demo", role=Role.OPERATOR)).token
+        tight = (await issue_key(db, "tight")).token
+        body = {"model": "base", "prompt": "abc", "max_tokens": 50_000, "stream": True}
+        headers = {"Authorization": f"Bearer {server.key}"}
+        streams = []
+        opened: dict[str, float] = {}
+        while not all(opened.get(number) for number in ("1", "2")):  # both have one
+            streams.append(await http.post(f"{server.url}/v1/completions", json=body, headers=headers))
+            await streams[-1].content.readline()
+            opened = await series(http, server, "stencilpress_answers_open")
+        picture = await first_picture(http, server, operator)
+        assert (picture["gateways_up"], picture["total"]["open"]) == (2, len(streams))
+        async with http.post(
+            f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {tight}"}
+        ) as answer:
+            assert answer.status == 429
+        for stream in streams:
+            stream.close()
+    async with Database(f"sqlite:///{tmp_path / 'catalog.db'}") as db:
+        now = datetime.now(UTC)
+        axis = choose_axis(now - timedelta(hours=1), now)
+        refusals = await refusal_series(db, 2, axis)
+        assert sum(one.refused for one in refusals["tokens_per_minute"]) == 1
+        async with db.read() as session:
+            samples = (await session.execute(text("SELECT engine, period FROM engine_samples"))).all()
+        assert {tuple(row) for row in samples} == {(1, "minute"), (1, "hour")}
+
+
+async def first_picture(http: aiohttp.ClientSession, server: Server, key: str) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with http.get(f"{server.url}/admin/api/v1/live", headers=headers) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                picture: dict[str, Any] = json.loads(line[6:])
+                return picture
+    raise AssertionError("the stream ended without a picture")
 
 
 async def refused(http: aiohttp.ClientSession, server: Server) -> bool:

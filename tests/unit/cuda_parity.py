@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits

@@ -29,6 +29,7 @@ from stencilpress.engine.plan import (
     PlaceOrder,
     RequestKey,
     Sampled,
+    Sized,
     StepPlan,
 )
 from stencilpress.engine.pool import Pool
@@ -138,23 +139,32 @@ class QuickDevice(Device):
 
 @dataclass
 class Loader:
-    """Carries out orders in sequence, at most ``speed`` a step. ``broken`` digests fail to be read."""
+    """Carries out orders in sequence, at most ``speed`` a step. ``broken`` digests fail to be read.
+
+    ``tells``: how large an adapter is is told a step before it has been read, so that its placement may be ordered.
+    """
 
     device: Device
     needs: dict[str, int]
     broken: set[str] = field(default_factory=set)
     jammed: set[str] = field(default_factory=set)
+    tells: bool = False
+    told: set[str] = field(default_factory=set)
     hosted: set[str] = field(default_factory=set)
     orders: deque[LoadOrder] = field(default_factory=deque)
     fetches: list[str] = field(default_factory=list)
 
     def work(self, speed: int) -> list[LoadResult]:
-        results = []
+        results: list[LoadResult] = []
         while speed > 0 and self.orders:
             order = self.orders.popleft()
             if isinstance(order, DropOrder):
                 self._drop(order)
                 continue
+            if self.tells and isinstance(order, FetchOrder) and order.digest not in self.told:
+                self.told.add(order.digest)
+                self.orders.appendleft(order)
+                return [*results, Sized(order.digest, self.needs[order.digest])]
             speed -= 1
             results.append(self._fetch(order) if isinstance(order, FetchOrder) else self._place(order))
         return results
@@ -167,6 +177,7 @@ class Loader:
 
     def _fetch(self, order: FetchOrder) -> Fetched:
         assert order.digest not in self.hosted
+        self.told.discard(order.digest)
         self.fetches.append(order.digest)
         if order.digest in self.broken:
             return Fetched(order.digest, 0, 0, "no such file")
@@ -174,8 +185,10 @@ class Loader:
         return Fetched(order.digest, 1000, self.needs[order.digest])
 
     def _place(self, order: PlaceOrder) -> Placed:
-        assert order.digest in self.hosted
         assert len(order.pages) == self.needs[order.digest]
+        if order.digest in self.broken:
+            return Placed(order.digest, "the read that it follows has failed")
+        assert order.digest in self.hosted
         if order.digest in self.jammed:
             return Placed(order.digest, "the copy failed")
         for page in order.pages:
@@ -214,6 +227,7 @@ class Engine:
         ahead: bool = False,
         quick: bool = False,
         max_adapter_pages: int = 1 << 30,
+        max_prefetched: int = 0,
     ) -> None:
         self.ahead = ahead
         self.check_every = 100 if quick else 1
@@ -222,7 +236,8 @@ class Engine:
         self.limits = limits
         self.pool = Pool(pages)
         self.room = Room(clock=lambda: self.now_s)
-        capacity = Capacity(max_cpu_loras, limits.max_loras, max_adapter_pages=max_adapter_pages)
+        prefetched = max_prefetched or limits.max_loras
+        capacity = Capacity(max_cpu_loras, prefetched, max_adapter_pages=max_adapter_pages)
         self.residency = Residency(self.pool, self.room, capacity)
         self.prefixes = PrefixCache(self.pool, self.room, limits.page_tokens)
         self.scheduler = Scheduler(limits, self.pool, self.residency, self.prefixes, clock=lambda: self.now_s)
@@ -366,6 +381,7 @@ def make_engine(
     needs: dict[str, int] | None = None,
     cpu_loras: int = 4,
     adapter_pages: int = 1 << 30,
+    prefetched: int = 0,
     quick: bool = False,
     **limits: Any,
 ) -> Engine:
@@ -376,6 +392,7 @@ def make_engine(
         needs=adapters,
         max_cpu_loras=cpu_loras,
         max_adapter_pages=adapter_pages,
+        max_prefetched=prefetched,
         quick=quick,
     )
 
@@ -418,6 +435,7 @@ class Storm:
             ahead=ahead,
             max_adapter_pages=self.random.choice((9, 20, 1 << 30)),
         )
+        self.engine.loader.tells = self.random.random() < 0.5
         self.rate = self.random.choice((0.05, 0.3, 1.0))
         self.tenants = draw(1, 5)
         self.prompts = [[self.random.randrange(VOCAB) for _ in range(longest)] for longest in (24, 24, 64)]

@@ -45,11 +45,36 @@ def first_token_steps(adapters: int, room: int, rate: float, seed: int) -> list[
     return waits
 
 
-@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8, 1.0])
 def test_sixteen_adapters_on_room_for_eight_take_at_most_twice_as_long_as_eight(rate: float) -> None:
     eight = statistics.median(first_token_steps(8, 8, rate, seed=1))
     sixteen = statistics.median(first_token_steps(16, 8, rate, seed=1))
     assert sixteen <= 2 * eight
+
+
+def test_a_batch_over_many_more_adapters_than_fit_keeps_the_seats_taken() -> None:
+    """They come at once, a few for each adapter: those passed over for long must not leave the rest unseated."""
+    rng = random.Random(3)
+    names = [f"a{i}" for i in range(300)]
+    engine = make_engine(
+        pages=4000,
+        needs=dict.fromkeys(names, PAGES),
+        cpu_loras=len(names),
+        adapter_pages=64 * PAGES,
+        prefetched=8,
+        quick=True,
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        max_loras=60,
+        max_waiting=1000,
+        max_model_len=128,
+        patience_steps=100,
+    )
+    weights = [1 / (i + 1) for i in range(len(names))]
+    for i, adapter in enumerate(rng.choices(names, weights, k=256)):
+        engine.submit((1, i), [1] * 16, 64, adapter)
+    assert engine.run_until_idle() < 4.5 * 64, "two full batches take twice 64"
+    assert engine.residency.loads < 1.5 * len({client.submit.adapter for client in engine.clients.values()})
 
 
 def test_a_flood_of_cold_adapters_leaves_other_tenants_warm_ones_alone() -> None:

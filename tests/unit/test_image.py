@@ -62,7 +62,7 @@ def fill_pool(image: Image, placed: Layout, pages: tuple[int, ...]) -> bytearray
         start = page * geometry.page_bytes
         assert run.elems <= geometry.page_elems
         pool[start : start + run.elems * size] = stream[run.start * size : (run.start + run.elems) * size]
-    table = slice_table(image.header, placed, pages).tobytes()
+    table = slice_table(placed, pages).tobytes()
     start = pages[placed.table_page] * geometry.page_bytes + placed.table_offset * size
     assert start % 8 == 0
     assert placed.table_offset * size + len(table) <= geometry.page_bytes
@@ -520,4 +520,4 @@ def test_a_table_that_does_not_fit_behind_the_slices_takes_a_page() -> None:
     assert (len(exact.runs), exact.table_page, exact.table_offset) == (1, 1, 0)
     assert (len(roomy.runs), roomy.table_page, roomy.table_offset) == (1, 0, stream_elems)
     with pytest.raises(ValueError, match="1 pages for a layout of 2"):
-        slice_table(header, exact, (0,))
+        slice_table(exact, (0,))

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +15,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stencilpress.engine import image_check, image_format
+from stencilpress.engine import loader as loader_module
 from stencilpress.engine.image import image_name
 from stencilpress.engine.loader import Loader
-from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, LoadResult, Page, Placed, PlaceOrder
+from stencilpress.engine.plan import (
+    DropOrder,
+    Fetched,
+    FetchOrder,
+    LoadOrder,
+    LoadResult,
+    Page,
+    Placed,
+    PlaceOrder,
+    Sized,
+)
 from stencilpress.kernels.sgmv.views import AdapterView
 from tests.unit.tiny_models import MAX_RANK, Engine, load_engine, save_adapter, save_model
 
@@ -29,6 +42,7 @@ class _Bench:
     def __init__(self, engine: Engine, adapters_dir: Path, max_lora_rank: int = MAX_RANK) -> None:
         self.engine = engine
         self.wakes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.answers: deque[LoadResult] = deque()
         self.loader = Loader(
             adapters_dir,
             engine.spec,
@@ -39,9 +53,14 @@ class _Bench:
 
     def ask(self, order: LoadOrder) -> LoadResult:
         self.loader.submit(order)
-        assert self.wakes.get(timeout=30).startswith("loader")
-        (result,) = self.loader.results()
-        return result
+        return self.next()
+
+    def next(self) -> LoadResult:
+        """The next answer, those apart of how many pages an image takes."""
+        while not self.answers:
+            assert self.wakes.get(timeout=30).startswith("loader")
+            self.answers += (result for result in self.loader.results() if not isinstance(result, Sized))
+        return self.answers.popleft()
 
     def fetch(self, digest: str) -> Fetched:
         result = self.ask(FetchOrder(digest))
@@ -133,6 +152,112 @@ def test_an_image_once_built_is_read_again(bench: _Bench, digest: str, folder: P
     (folder / "adapter_model.safetensors").unlink()
 
     assert bench.fetch(digest).error == ""
+
+
+def test_a_placement_follows_a_read_and_is_answered_after_it(
+    bench: _Bench, digest: str, folder: Path, gate: _Gate
+) -> None:
+    pages = bench.fetch(digest).pages
+    bench.loader.submit(DropOrder(digest, "host"))
+    gate.shut()
+    bench.loader.submit(FetchOrder(digest))
+    bench.loader.submit(PlaceOrder(digest, tuple(range(5, 5 + pages))))
+    gate.let(1)  # of several blocks
+    gate.passed.get(timeout=30)
+    assert not [one for one in bench.loader.results() if not isinstance(one, Sized)]
+    with pytest.raises(KeyError):
+        bench.loader.adapter(digest)
+
+    gate.open()
+
+    assert isinstance(bench.next(), Fetched)
+    assert bench.next() == Placed(digest)
+    _check_view(bench.loader.adapter(digest), folder, bench.engine)
+
+
+def test_a_damaged_tail_is_never_usable(bench: _Bench, digest: str, folder: Path, gate: _Gate) -> None:
+    pages = bench.fetch(digest).pages
+    bench.loader.submit(DropOrder(digest, "host"))
+    _flip(folder, folder / image_name(bench.engine.spec.fingerprint()))
+    (folder / "adapter_model.safetensors").unlink()
+    gate.shut()
+    bench.loader.submit(FetchOrder(digest))
+    bench.loader.submit(PlaceOrder(digest, tuple(range(pages))))
+    gate.open()
+
+    results = [bench.next(), bench.next()]
+
+    assert [type(result) for result in results] == [Fetched, Placed]
+    assert all(result.error for result in results)
+    with pytest.raises(KeyError):
+        bench.loader.adapter(digest)
+
+
+def test_a_placement_that_follows_a_damaged_image_gets_the_one_built_anew(
+    bench: _Bench, digest: str, folder: Path
+) -> None:
+    pages = bench.fetch(digest).pages
+    bench.loader.submit(DropOrder(digest, "host"))
+    _flip(folder, folder / image_name(bench.engine.spec.fingerprint()))
+    bench.loader.submit(FetchOrder(digest))
+    bench.loader.submit(PlaceOrder(digest, tuple(range(pages))))
+
+    assert [bench.next().error, bench.next().error] == ["", ""]
+    _check_view(bench.loader.adapter(digest), folder, bench.engine)
+
+
+def test_a_slow_read_that_is_followed_holds_up_no_other_placement(
+    bench: _Bench, digest: str, folder: Path, tmp_path: Path
+) -> None:
+    slow = tmp_path / "adapters" / ("5" * 64)
+    slow.mkdir()
+    os.mkfifo(slow / folder.joinpath(image_name(bench.engine.spec.fingerprint())).name)
+    bench.loader.submit(FetchOrder(slow.name))
+    bench.loader.submit(PlaceOrder(slow.name, (30, 31)))
+
+    _check_view(bench.place(digest, first=0), folder, bench.engine)
+
+    (slow / image_name(bench.engine.spec.fingerprint())).open("wb").close()
+    for result in (bench.next(), bench.next()):
+        assert result.digest == slow.name
+        assert result.error
+
+
+class _Gate:
+    """Lets blocks of images be read only one by one while it is shut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._tickets = threading.Semaphore(1 << 20)
+        read = image_format._read_block
+
+        def gated(fd: int, offset: int, payload: memoryview, start: int) -> bytes:
+            assert self._tickets.acquire(timeout=30)
+            digest = read(fd, offset, payload, start)
+            self.passed.put(start)
+            return digest
+
+        monkeypatch.setattr(image_format, "_read_block", gated)
+
+    def shut(self) -> None:
+        while self._tickets.acquire(blocking=False):
+            pass
+        while not self.passed.empty():
+            self.passed.get()
+
+    def let(self, count: int) -> None:
+        self._tickets.release(count)
+
+    def open(self) -> None:
+        self._tickets.release(1 << 10)
+
+
+@pytest.fixture
+def gate(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> _Gate:
+    """Also makes blocks so small that an image has many."""
+    for module in (image_format, loader_module, image_check):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
+    return _Gate(monkeypatch)
 
 
 def test_an_adapter_moves_to_other_pages(bench: _Bench, digest: str, folder: Path) -> None:
@@ -247,8 +372,7 @@ def test_several_adapters_are_read_at_the_same_time(bench: _Bench, digest: str, 
     assert bench.fetch(digest).error == ""
 
     pipe.open("wb").close()
-    bench.wakes.get(timeout=30)
-    [result] = bench.loader.results()
+    result = bench.next()
     assert isinstance(result, Fetched)
     assert result.digest == slow.name
     assert result.error
@@ -330,6 +454,8 @@ def test_closing_carries_out_what_was_ordered(bench: _Bench, digest: str) -> Non
 
     bench.loader.close()
 
-    assert [result.error for result in bench.loader.results()] == [""] * 5
+    results = bench.loader.results()
+    assert results.count(results[0]) == results.count(results[-1]) == 5
+    assert [result.error for result in results] == [""] * 10
     assert bench.loader.results() == []
     bench.loader = Loader(Path("/nonexistent"), bench.engine.spec, bench.engine.memory, 8, wake=lambda: None)

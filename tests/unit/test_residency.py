@@ -8,7 +8,7 @@ from stencilpress.engine.eviction import Room
 from stencilpress.engine.faults import BACKOFF_S
 from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
 from stencilpress.engine.messages import MAX_KEPT
-from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder
+from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder, Sized
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.residency import BARRED_S, Capacity, Residency
 from stencilpress.engine.wishes import PREDICT_S
@@ -237,7 +237,48 @@ def test_a_failed_placement_gives_the_pages_back_and_reads_anew() -> None:
     assert library.residency.failure("a") == "the copy failed"
     assert library.pool.free == library.pool.total
     assert library.residency.in_host == 0
-    assert library.pump() == [DropOrder("a", "host"), FetchOrder("a")]
+    assert library.pump() == [DropOrder("a", "host"), FetchOrder("a"), PlaceOrder("a", (1, 0))], "its size is known"
+
+
+def test_a_placement_is_ordered_as_soon_as_the_size_is_known() -> None:
+    library = Library()
+    library.residency.want("a", 1)
+    assert library.pump() == [FetchOrder("a")]
+    assert library.pump() == []
+    library.residency.completed(Sized("a", 2))
+    [place] = library.pump()
+    assert isinstance(place, PlaceOrder)
+    assert not library.residency.sound("a")
+    library.residency.completed(Fetched("a", 100, 2))
+    assert library.residency.sound("a")
+    assert not library.residency.ready("a")
+    library.residency.completed(Placed("a"))
+    assert library.residency.ready("a")
+    assert library.pump() == []
+
+
+def test_a_failed_read_that_a_placement_follows_is_one_failure() -> None:
+    library = Library()
+    library.residency.want("a", 1)
+    library.pump()
+    library.residency.completed(Sized("a", 2))
+    library.pump()
+    library.residency.completed(Fetched("a", 0, 0, "damaged"))
+    assert library.pump() == [], "its pages are still written to"
+    library.residency.completed(Placed("a", "the read that it follows has failed"))
+    assert library.residency.failures == 1
+    assert library.residency.failure("a") == "damaged"
+    assert library.pool.free == library.pool.total
+    library.now_s += 1.0
+    assert library.residency.failure("a") == ""
+
+
+def test_nothing_is_placed_ahead_of_its_read_for_nobody() -> None:
+    library = Library()
+    library.residency.check("a", 1)
+    assert library.pump() == [FetchOrder("a")]
+    library.residency.completed(Sized("a", 2))
+    assert library.pump() == []
 
 
 def test_failures_and_cold_adapters_leave_nothing_behind() -> None:
@@ -663,12 +704,20 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(fails=st.booleans())
     def carry_out(self, fails: bool) -> None:
         order = self.orders.pop(0)
-        if isinstance(order, DropOrder) or not fails:
+        if isinstance(order, PlaceOrder) and self.library.residency._adapters[order.digest].image is None:
+            self.library.residency.completed(Placed(order.digest, "the read that it follows has failed"))
+        elif isinstance(order, DropOrder) or not fails:
             self.library.carry_out(order)
         elif isinstance(order, FetchOrder):
             self.library.residency.completed(Fetched(order.digest, 0, 0, "damaged"))
         else:
             self.library.residency.completed(Placed(order.digest, "the copy failed"))
+
+    @precondition(lambda self: any(isinstance(order, FetchOrder) for order in self.orders))
+    @rule()
+    def size_is_known(self) -> None:
+        order = next(order for order in self.orders if isinstance(order, FetchOrder))
+        self.library.residency.completed(Sized(order.digest, self.library.needs))
 
     @invariant()
     def books_balance(self) -> None:

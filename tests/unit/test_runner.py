@@ -26,7 +26,7 @@ from stencilpress.engine.plan import (
     Segment,
     StepPlan,
 )
-from tests.unit.tiny_models import MAX_RANK, Engine, load_engine, reference_logits, save_adapter, save_model
+from tests.unit.tiny_models import MAX_RANK, Engine, load, load_engine, reference_logits, save_adapter, save_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -79,14 +79,10 @@ class _Bench:
         self.steps = 0
 
     def place(self, digest: str) -> tuple[Page, ...]:
-        self.loader.submit(FetchOrder(digest))
-        assert self.ready.acquire(timeout=30)
-        (fetched,) = self.loader.results()
+        fetched = load(self.loader, self.ready, FetchOrder(digest))
         assert isinstance(fetched, Fetched)
         pages = tuple(self.free.pop() for _ in range(fetched.pages))
-        self.loader.submit(PlaceOrder(digest, pages))
-        assert self.ready.acquire(timeout=30)
-        assert self.loader.results() == [Placed(digest)]
+        assert load(self.loader, self.ready, PlaceOrder(digest, pages)) == Placed(digest)
         return pages
 
     def request(self, number: int, adapter: str | None, prompt: list[int], sampling: Sampling = GREEDY) -> _Request:

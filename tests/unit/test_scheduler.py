@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from stencilpress.engine.messages import Sampling, Submit
 from stencilpress.engine.plan import FAILED, Sampled
@@ -48,6 +49,22 @@ def test_only_so_many_adapters_run_but_the_base_needs_no_slot() -> None:
     running = {key for _ in range(4) for key in shape(engine.step())}
     assert running == {"A", "B", None}
     engine.run_until_idle()
+
+
+def test_steps_are_counted_by_their_adapters_and_requests() -> None:
+    engine = make_engine(max_loras=3)
+    for i, adapter in enumerate(["A", "B", None, "C", "A", "D", None, "B"]):
+        engine.submit((1, i), [1] * (i + 1), 3 + i, adapter)
+    adapters, requests = Counter[int](), Counter[int]()
+    while not engine.scheduler.idle:
+        plan = engine.step()
+        if plan is not None:
+            adapters[sum(segment.adapter is not None for segment in plan.segments)] += 1
+            requests[sum(len(segment.chunks) for segment in plan.segments)] += 1
+    stats = engine.scheduler.stats(0)
+    assert (stats.adapters_per_step, stats.requests_per_step) == (adapters, requests)
+    assert sum(adapters.values()) == stats.steps
+    assert (stats.adapter_hits, stats.adapter_misses) == (2, 4)
 
 
 def test_one_message_a_step_carries_all_of_a_gateway() -> None:

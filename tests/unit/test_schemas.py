@@ -66,7 +66,7 @@ def refusal(body: bytes, parse: Any = parse_chat) -> InvalidRequestError:
         ("top_k", -2, "top_k': expected int >= -1"),
         ("presence_penalty", 2.5, "presence_penalty': expected float <= 2.0"),
         ("frequency_penalty", -2.5, "frequency_penalty': expected float >= -2.0"),
-        ("repetition_penalty", 0, "repetition_penalty': expected float > 0.0"),
+        ("repetition_penalty", 0.009, "repetition_penalty': expected float >= 0.01"),
         ("seed", 2**63, "seed': expected int <= 9223372036854775807"),
         ("seed", "7", "seed': expected int, got str"),
         ("stop", ["a"] * 5, "stop': expected array of length <= 4"),

@@ -25,6 +25,7 @@ from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
 from stencilpress.gateway.catalog.transfer import EXPORTED, NOT_EXPORTED, Imported, export_catalog, import_catalog
+from stencilpress.gateway.catalog.users import add_user, list_users, set_password
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
@@ -58,6 +59,8 @@ async def source(tmp_path: Path) -> AsyncIterator[Database]:
         await set_rule(db, Kind.QUOTA_NEAR, Place(), RuleChange(threshold=0.7))
         await set_webhook(db, acme.id, "https://hooks.example/", "a secret of the receiver")
         await disable_tenant(db, "filler-2")
+        person = await add_user(db, "acme", "ada@example.com", Role.ADMIN)
+        await set_password(db, person.public_id, "$argon2id$")
         yield db
 
 
@@ -80,11 +83,22 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
     mine = await create_tenant(db, "mine")
     await add_version(db, mine.id, "first", NewVersion("f" * 64, BASE.id, False, (4,), ("q_proj",), 1, ()), BASE)
     done = await import_catalog(db, lines(await exported(source)))
-    counts = {"tenants": 4, "api_keys": 1, "adapters": 1, "versions": 2, "alias_moves": 3, "aliases": 2, "canaries": 1}
+    counts = {
+        "tenants": 4,
+        "users": 1,
+        "api_keys": 1,
+        "adapters": 1,
+        "versions": 2,
+        "alias_moves": 3,
+        "aliases": 2,
+        "canaries": 1,
+    }
     digests = [f"{content:064x}" for content in (1, 2)]
-    rest = {"adapter_shares": 1, "smoke_suites": 1, "alert_rules": 2, "alert_webhooks": 1}
+    rest = {"users": 1, "adapter_shares": 1, "smoke_suites": 1, "alert_rules": 2, "alert_webhooks": 1}
     assert done == Imported({**counts, **rest}, [], digests)
     assert await list_keys(db, "acme") == await list_keys(source, "acme")
+    [person], [original_person] = await list_users(db), await list_users(source)
+    assert person == dataclasses.replace(original_person, tenant_id=person.tenant_id)
     for name in ("acme", "filler-2"):
         ours, theirs = await get_tenant(db, name), await get_tenant(source, name)
         assert (ours.limits, ours.prefix_salt, ours.created_at) == (

@@ -17,7 +17,10 @@ from sqlalchemy import select
 
 from stencilpress.gateway.catalog.leases import acquire, release, run_periodically
 from stencilpress.gateway.catalog.models import UsageRequestRow
+from stencilpress.gateway.catalog.schema import migrate
+from stencilpress.gateway.catalog.series import Axis, Subject, usage_series
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.tops import top_adapters, top_span, top_tenants
 from stencilpress.gateway.catalog.usage import (
     insert_usage,
     purge_usage,
@@ -246,6 +249,33 @@ async def test_old_rows_and_minutes_go_and_hours_stay(db: Database) -> None:
     assert len(await rows_in(db)) == 2
     sums = await usage_between(db, "hour", old - timedelta(hours=1), NOON + timedelta(hours=1))
     assert sums[7, "pirate"].requests == 3
+
+
+async def test_what_was_rolled_up_before_there_were_series_is_in_them(database_url: str) -> None:
+    async with Database(database_url) as db:
+        await migrate(db)
+        moments = [NOON + timedelta(minutes=number) for number in (0, 0, 1, 70)]
+        rows = [row(key=new_key(), admitted_at=at, tenant_id=7 + at.minute % 2, ttft_ms=20.0) for at in moments]
+        await insert_usage(db, [*rows, row(key=new_key(), adapter="", ttft_ms=900.0)])
+        await roll_up(db)
+        axis = Axis("hour", int(NOON.timestamp()), 3600, 2)
+        before = [await usage_series(db, Subject(tenant_id), axis) for tenant_id in (0, 7, 8)]
+        top = await top_tenants(db, top_span(NOON, NOON + timedelta(hours=2)), "tokens", 9)
+        await migrate(db, "0007")
+        await migrate(db)
+        after = [await usage_series(db, Subject(tenant_id), axis) for tenant_id in (0, 7, 8)]
+        for old, new in zip(before, after, strict=True):
+            for one, other in zip(old, new, strict=True):
+                assert (one.requests, one.completion_tokens, one.ttft, one.queue) == (
+                    other.requests,
+                    other.completion_tokens,
+                    other.ttft,
+                    other.queue,
+                )
+        again = await top_tenants(db, top_span(NOON, NOON + timedelta(hours=2)), "tokens", 9)
+        assert [(one.tenant, one.usage.requests) for one in again] == [(one.tenant, one.usage.requests) for one in top]
+        names = await top_adapters(db, top_span(NOON, NOON + timedelta(hours=2)), "requests", 9)
+        assert [(one.adapter, one.usage.requests) for one in names] == [("pirate", 3), ("", 1), ("pirate", 1)]
 
 
 async def test_a_lease_has_one_holder_until_it_ends(db: Database) -> None:

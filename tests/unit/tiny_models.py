@@ -23,7 +23,7 @@ from stencilpress.engine.loader import Loader
 from stencilpress.engine.memory import PoolMemory, allocate_pool
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
-from stencilpress.engine.plan import Fetched, FetchOrder, Placed, PlaceOrder
+from stencilpress.engine.plan import Fetched, FetchOrder, LoadResult, Placed, PlaceOrder, Sized
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.engine.spec import Dtype, ModelSpec, load_spec, page_geometry
 from stencilpress.kernels.sgmv.views import AdapterView
@@ -140,15 +140,22 @@ def placed_adapters(engine: Engine, adapters_dir: Path, digests: list[str], free
     ready = threading.Semaphore(0)
     loader = Loader(adapters_dir, engine.spec, engine.memory, MAX_RANK, ready.release)
     for digest in digests:
-        loader.submit(FetchOrder(digest))
-        assert ready.acquire(timeout=30)
-        (fetched,) = loader.results()
+        fetched = load(loader, ready, FetchOrder(digest))
         assert isinstance(fetched, Fetched)
         assert not fetched.error
-        loader.submit(PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages))))
-        assert ready.acquire(timeout=30)
-        assert loader.results() == [Placed(digest)]
+        order = PlaceOrder(digest, tuple(free.pop() for _ in range(fetched.pages)))
+        assert load(loader, ready, order) == Placed(digest)
     return loader
+
+
+def load(loader: Loader, ready: threading.Semaphore, order: FetchOrder | PlaceOrder) -> LoadResult:
+    """Have one order carried out; ``ready`` is what the loader wakes."""
+    loader.submit(order)
+    while True:
+        assert ready.acquire(timeout=30)
+        for result in loader.results():
+            if not isinstance(result, Sized):
+                return result
 
 
 @contextmanager

@@ -11,11 +11,13 @@ from typing import Any
 from aiohttp import web
 
 from stencilpress.gateway.access import Permission
-from stencilpress.gateway.api.admin.adapter_views import AdapterView, AliasView, SmokeSuiteView
+from stencilpress.gateway.api.admin.adapter_views import AdapterView, AliasView, CanaryGuardView, SmokeSuiteView
 from stencilpress.gateway.api.admin.aliases import get_smoke_prompts, move_alias
+from stencilpress.gateway.api.admin.canary import CanaryReport, get_canary
 from stencilpress.gateway.api.admin.series import compare_versions
 from stencilpress.gateway.api.admin.series_views import ComparisonView, SeriesView
 from stencilpress.gateway.errors import ApiError, NotFoundError, SmokeFailedError
+from stencilpress.web.adapters import guards
 from stencilpress.web.adapters.aliases import ALIAS, alias_state
 from stencilpress.web.adapters.comparison import FEW_REQUESTS, compare
 from stencilpress.web.adapters.figures import SPANS, Chart, chart, series_of
@@ -39,6 +41,7 @@ class Typed:
     version: str = ""
     percent: str = ""
     reason: str = ""
+    guard: guards.Fields | None = None
     errors: Mapping[str, str] = field(default_factory=dict)
     moved: bool = False
     failed: SmokeFailedError | None = None
@@ -55,19 +58,27 @@ async def show_figures(request: web.Request) -> web.StreamResponse:
     """The comparison alone, for the page to renew itself."""
     adapter, alias = await _alias(request)
     figures = await _figures(request, adapter, alias)
-    return render(request, "adapters/canary_figures.html", title="", tenant=tenant_of(request).name, figures=figures)
+    return render(
+        request,
+        "adapters/canary_figures.html",
+        title="",
+        tenant=tenant_of(request).name,
+        figures=figures,
+        guards=guards,
+    )
 
 
 @page(Permission.WRITE)
 async def set_canary(request: web.Request) -> web.StreamResponse:
     form = await read_form(request)
     version, percent, reason = (form.get(one, "").strip() for one in ("version", "percent", "reason"))
-    canary = {"version": version, "percent": percent}
+    guard = guards.typed_fields(form)
+    canary = {"version": version, "percent": percent, "guard": guards.guard_of(guard)}
     try:
         await _move(request, form.get("stable", ""), form.get("etag", ""), reason, canary)
     except ApiError as error:
         problem = shown_beside_form(error)
-        return await _page(request, _typed(problem, version, percent, reason), status=problem.status)
+        return await _page(request, _typed(problem, version, percent, reason, guard), status=problem.status)
     alias = request.match_info["alias"]
     return redirect(request, _here(request), f"{percent} % of the users of {alias} get @{version} now.")
 
@@ -97,10 +108,12 @@ async def _end(request: web.Request, version: str, why: str, done: str) -> web.S
     return redirect(request, f"{adapter_path(request)}/aliases", done)
 
 
-def _typed(problem: ApiError, version: str = "", percent: str = "", reason: str = "") -> Typed:
+def _typed(
+    problem: ApiError, version: str = "", percent: str = "", reason: str = "", guard: guards.Fields | None = None
+) -> Typed:
     failed = problem if isinstance(problem, SmokeFailedError) else None
     moved = problem.code == "alias_moved"
-    return Typed(version, percent, reason, {} if moved or failed else errors_of(problem), moved, failed)
+    return Typed(version, percent, reason, guard, {} if moved or failed else errors_of(problem), moved, failed)
 
 
 async def _move(
@@ -138,6 +151,7 @@ class Figures:
     rows: list[Any]
     few: bool
     """Too few requests of the canary to judge by."""
+    report: CanaryReport
     charts: list[Chart]
     at: datetime
 
@@ -156,7 +170,10 @@ async def _figures(request: web.Request, adapter: AdapterView, alias: AliasView)
     series = await asyncio.gather(*(series_of(request, adapter.name, one, SPANS[span], POINTS) for one in numbers))
     few = both.other_total.requests < FEW_REQUESTS
     rows = compare(both.total, both.other_total)
-    return Figures(span, *numbers, rows, few, _charts(alias.alias, numbers, series), datetime.now(UTC))
+    report: CanaryReport = await ask(
+        request, get_canary, tenant=tenant_of(request).name, adapter=adapter.name, alias=alias.alias
+    )
+    return Figures(span, *numbers, rows, few, report, _charts(alias.alias, numbers, series), datetime.now(UTC))
 
 
 def _charts(alias: str, numbers: tuple[int, int], series: list[SeriesView]) -> list[Chart]:
@@ -181,10 +198,16 @@ def _error_shares(lines: Any) -> list[float | None]:
     ]
 
 
+def _windows(guard: CanaryGuardView | None) -> list[int]:
+    """Those offered, and the one that is set."""
+    return sorted({*guards.WINDOWS_S, *([] if guard is None else [guard.window_s])})
+
+
 async def _page(request: web.Request, typed: Typed, status: int = 200) -> web.StreamResponse:
     adapter, alias = await _alias(request)
     suite: SmokeSuiteView = await ask(request, get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name)
     others = [one.number for one in live(adapter) if one.number != alias.version]
+    guard = alias.canary.guard if alias.canary is not None else guards.PROPOSED
     return show(
         request,
         "adapters/canary.html",
@@ -200,6 +223,10 @@ async def _page(request: web.Request, typed: Typed, status: int = 200) -> web.St
         version=typed.version or str(alias.canary.version if alias.canary else others[0] if others else ""),
         percent=typed.percent or str(alias.canary.percent if alias.canary else DEFAULT_PERCENT),
         steps=STEPS,
+        guard=typed.guard or guards.fields_of(guard),
+        guard_errors=guards.problems_of(typed.errors),
+        windows=[(str(seconds), guards.window(seconds)) for seconds in _windows(guard)],
+        guards=guards,
         spans=list(SPANS),
         figures=await _figures(request, adapter, alias),
         few_requests=FEW_REQUESTS,

@@ -14,6 +14,10 @@ from stencilpress.gateway.catalog import audit
 
 class AuditQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: Annotated[str, Meta(max_length=200, description="Only changes of this, such as `key:ab12cd34ef56`.")] = ""
+    actor: Annotated[str, Meta(max_length=100, description="Only those of this actor, such as `user:a@b.example`.")] = (
+        ""
+    )
+    action: Annotated[str, Meta(max_length=50, description="Only actions that begin so, such as `alias.`.")] = ""
 
 
 @operation("GET", "/audit", Permission.OPERATE)
@@ -33,6 +37,8 @@ async def _page(call: Call, query: AuditQuery, tenant_id: int | None) -> Page[Au
         call.services.db,
         tenant_id=tenant_id,
         target=query.target,
+        actor=query.actor,
+        action=query.action,
         before_id=decode_cursor(query.after, int),
         limit=query.limit + 1,
     )

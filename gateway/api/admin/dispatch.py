@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import REQUEST_ID, authenticate
 from stencilpress.gateway.services import SERVICES, Services
 
+FIRST_YEAR, LAST_YEAR = 1970, 9000
+"""Of instants that somebody may name."""
 NOT_FOUND = "There is nothing here by this name, or it is not yours."
 
 
@@ -77,6 +80,8 @@ async def perform(
             tenant = await find_tenant(services, principal, parts["tenant"], operation.needs)
         check_permission(principal.role, operation.needs)
         given = await read()
+        for struct in given.values():
+            _check_instants(struct)
         call = Call(request, services, asker.actor, principal.tenant, tenant, parts)
         answer = await operation.handler(call, **given)
     except NotFoundError:
@@ -148,6 +153,17 @@ def read_query(request: web.Request, kind: type[Any]) -> Any:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from None
+
+
+def _check_instants(given: Any) -> None:
+    """Whether a struct's instants can be reckoned with: a day more or less must not leave the calendar.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    for name in given.__struct_fields__ if isinstance(given, msgspec.Struct) else ():
+        value = getattr(given, name)
+        if isinstance(value, datetime) and not FIRST_YEAR <= value.year <= LAST_YEAR:
+            raise InvalidRequestError(f"{name}: is not between the years {FIRST_YEAR} and {LAST_YEAR}", param=name)
 
 
 def _unknown_parameter(name: str) -> InvalidRequestError:

@@ -27,8 +27,10 @@ from stencilpress.gateway.api.admin.engine_views import (
 from stencilpress.gateway.api.admin.operation import Call, PageQuery, decode_cursor, encode_cursor, operation
 from stencilpress.gateway.api.admin.series import DEFAULT_SPAN, End, Points, Start
 from stencilpress.gateway.api.admin.tables import Format
+from stencilpress.gateway.catalog.digests import Owner
 from stencilpress.gateway.catalog.engine_samples import engine_series
 from stencilpress.gateway.catalog.series import choose_axis, span
+from stencilpress.gateway.engine_view import Seen
 from stencilpress.gateway.errors import EngineLostError, NotFoundError
 from stencilpress.gateway.sampling import server_name
 from stencilpress.gateway.usage.engine_sums import EngineSum
@@ -102,7 +104,7 @@ async def list_residency(call: Call, query: ResidencyQuery) -> ResidenciesView:
     view = call.services.view
     seen = await view.adapters()
     names = await view.owners({one.adapter.digest for one in seen})
-    return _page(query, (ResidencyView.of(one, named(names[one.adapter.digest], one.adapter.tenant)) for one in seen))
+    return _page(query, ((one, named(names[one.adapter.digest], one.adapter.tenant)) for one in seen))
 
 
 @operation("GET", "/tenants/{tenant}/residency", Permission.READ, table=ResidenciesView.table)
@@ -118,16 +120,19 @@ async def list_tenant_residency(call: Call, query: ResidencyQuery) -> Residencie
     for one in seen:
         owner = named([owner for owner in names[one.adapter.digest] if mine in (owner.tenant_id, *owner.guests)], mine)
         if owner is not None:
-            rows.append(ResidencyView.of(one, owner._replace(tenant=call.tenant.name)))
+            rows.append((one, owner._replace(tenant=call.tenant.name)))
     return _page(query, rows)
 
 
-def _page(query: ResidencyQuery, rows: Iterable[ResidencyView]) -> ResidenciesView:
-    after = decode_cursor(query.after, int) or 0
+def _page(query: ResidencyQuery, rows: Iterable[tuple[Seen, Owner | None]]) -> ResidenciesView:
+    after = max(decode_cursor(query.after, int) or 0, 0)
     found = [
-        row for row in rows if row.adapter.startswith(query.adapter) and (query.tier is None or row.tier == query.tier)
+        (one, owner)
+        for one, owner in rows
+        if (query.tier is None or one.adapter.tier == query.tier)
+        and (owner.adapter if owner is not None else "").startswith(query.adapter)
     ]
-    shown = found[after : after + query.limit]
+    shown = [ResidencyView.of(one, owner) for one, owner in found[after : after + query.limit]]
     more = len(found) > after + query.limit
     return ResidenciesView(shown, encode_cursor(after + query.limit) if more else None)
 

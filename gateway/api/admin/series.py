@@ -13,7 +13,6 @@ from msgspec import Meta
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import Call, operation
 from stencilpress.gateway.api.admin.series_views import (
-    ActivityRow,
     ActivityView,
     ComparisonView,
     SeriesView,
@@ -139,7 +138,8 @@ async def compare_versions(call: Call, query: ComparisonQuery) -> ComparisonView
     sums = []
     for number in (query.version, query.other):
         find_version_of(adapter, number)
-        sums.append(total(await usage_series(call.services.db, Subject(call.tenant.id, name, number), axis)))
+        steps = await usage_series(call.services.db, Subject(call.tenant.id, name, number), axis)
+        sums.append(await asyncio.to_thread(total, steps))
     first, second = [UsageTotals.of(one) for one in sums]
     return ComparisonView(
         start=axis.start, end=axis.end, version=query.version, total=first, other=query.other, other_total=second
@@ -172,22 +172,13 @@ async def get_tenant_top(call: Call, query: TopQuery) -> TopView:
 
 @operation("GET", "/tenants/{tenant}/activity", Permission.READ)
 async def get_activity(call: Call, query: ActivityQuery) -> ActivityView:
-    """Requests over time and totals of some adapters, for a list of them."""
+    """Requests over time and totals of some adapters, for a list of them; a step is at least an hour."""
     names = list(dict.fromkeys(filter(None, query.adapters.split(","))))
     if len(names) > MAX_ACTIVE:
         raise InvalidRequestError(f"adapters: {len(names)} are more than {MAX_ACTIVE}", param="adapters")
-    axis = choose_axis(*_span(query), points=query.points)
+    axis = choose_axis(*_span(query), points=query.points, least_s=3600)  # minutes of fifty adapters are too many
     series = await adapter_series(call.services.db, call.tenant.id, names, axis)
-    data = [
-        ActivityRow(
-            tenant=call.tenant.name,
-            adapter=name,
-            requests=[one.requests for one in series[name]],
-            total=UsageTotals.of(total(series[name])),
-        )
-        for name in names
-    ]
-    return ActivityView(start=axis.start, end=axis.end, step_s=axis.step_s, data=data)
+    return await asyncio.to_thread(ActivityView.of, call.tenant.name, axis, series)
 
 
 def _span(query: SeriesQuery | ComparisonQuery | TopQuery | ActivityQuery) -> tuple[datetime, datetime]:

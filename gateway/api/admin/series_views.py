@@ -251,6 +251,20 @@ class ActivityView(msgspec.Struct, frozen=True, kw_only=True):
     step_s: int
     data: list[ActivityRow]
 
+    @classmethod
+    def of(cls, tenant: str, axis: Axis, series: Mapping[str, Sequence[UsageSum]]) -> ActivityView:
+        """Some milliseconds an adapter: not for the event loop."""
+        rows = [
+            ActivityRow(
+                tenant=tenant,
+                adapter=adapter,
+                requests=[one.requests for one in steps],
+                total=UsageTotals.of(total(steps)),
+            )
+            for adapter, steps in series.items()
+        ]
+        return cls(start=axis.start, end=axis.end, step_s=axis.step_s, data=rows)
+
 
 def _hit_rate(usage: UsageSum) -> float | None:
     return round(1 - usage.cold_starts / usage.requests, 6) if usage.requests else None

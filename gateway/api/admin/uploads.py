@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta
 
 from stencilpress.gateway.access import Permission
@@ -192,7 +193,7 @@ async def _receive_form(call: Call, staging: Staging) -> None:
             if part.headers.get("Content-Encoding") or part.headers.get("Content-Transfer-Encoding"):
                 raise UnsupportedMediaTypeError("Encoded parts are not accepted; send the files as they are.")
             await staging.receive(name, _chunks(call, part))
-    except (ValueError, AssertionError) as error:
+    except (ValueError, LookupError, AssertionError, HttpProcessingError) as error:  # whatever the library raises
         if isinstance(error, UploadError):
             raise
         raise InvalidRequestError("The form is malformed.", param="body") from None

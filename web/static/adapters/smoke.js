@@ -8,6 +8,7 @@ function renumber() {
   const prompts = [...form.querySelectorAll("[data-prompt]")];
   prompts.forEach((prompt, index) => {
     prompt.querySelector("[data-number]").textContent = index + 1;
+    prompt.setAttribute("aria-label", `Prompt ${index + 1}`);
     for (const input of prompt.querySelectorAll("[name$='.must_match'], [name$='.max_tokens']")) {
       const [, field] = input.name.split(".");
       input.name = `p${index}.${field}`;

@@ -14,7 +14,7 @@ const told = document.getElementById("upload-told"), unfinished = document.getEl
 
 let chosen = null; // { parts, problems, left }
 let picking = null; // the record of an unfinished upload whose files are asked for
-const transfer = new Transfer(tenant, show);
+let transfer = new Transfer(tenant, show);
 
 const make = (tag, properties = {}, ...children) => {
   const element = Object.assign(document.createElement(tag), properties);
@@ -93,18 +93,29 @@ name.addEventListener("input", () => (check(), buttons()));
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  if (transfer.state === "done" || transfer.state === "failed") return location.reload();
+  if (transfer.state === "done" || transfer.state === "failed") return again();
   if (transfer.record) return void transfer.resume();
   if (!check()) return void (name.value || (tellField("is needed"), name.focus()));
   const promote = { yes: true, no: false }[$("[name=promote]").value] ?? null;
   transfer.begin(name.value, { assert_base: $("[name=assert_base]").checked, promote }, chosen.parts);
 });
 
+/** The page as it was before anything was chosen; the name stays. */
+function again() {
+  transfer = new Transfer(tenant, show);
+  chosen = picking = null;
+  list.replaceChildren();
+  document.getElementById("upload-result").hidden = true;
+  told.textContent = "";
+  check();
+  buttons();
+}
+
 const acts = {
   pause: () => transfer.pause(),
   cancel: async () => {
     await transfer.cancel();
-    location.reload();
+    again();
   },
 };
 form.addEventListener("click", (event) => acts[event.target.closest("[data-act]")?.dataset.act]?.());

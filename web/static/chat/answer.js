@@ -3,11 +3,9 @@
 import { isRunning } from "./conversation.js";
 import { fromTemplate, part } from "./dom.js";
 import { explain } from "./errors.js";
+import { figures } from "./figures.js";
 import { nextFrame } from "./frames.js";
 import { GrowingMarkdown, markdown } from "./markdown.js";
-
-const number = (value) => value.toLocaleString("en");
-const REASONS = { stop: "complete", length: "cut at max tokens", cancelled: "stopped" };
 
 export class AnswerView {
   #answer;
@@ -58,8 +56,9 @@ export class AnswerView {
   };
 
   #offer({ status, text, finish_reason: reason }, running) {
+    const refused = status === "failed" || status === "cut"; // which has a button of its own
     const open = reason === "length" || status === "cut" || status === "stopped";
-    for (const [act, offered] of Object.entries({ copy: text !== "", retry: !running, continue: text !== "" && open })) {
+    for (const [act, offered] of Object.entries({ copy: text !== "", retry: !running && !refused, continue: text !== "" && open })) {
       this.element.querySelector(`[data-act="${act}"]`).hidden = !offered;
     }
   }
@@ -87,14 +86,4 @@ export class AnswerView {
     this.#timer = setInterval(show, 1000);
     show();
   }
-}
-
-/** The figures of an answer, each as a text. */
-export function figures({ usage, first_token_ms: first, tokens_per_second: speed, finish_reason: reason }) {
-  return [
-    usage && `${number(usage.completion_tokens)} tokens`,
-    first !== null && `first after ${number(first)} ms`,
-    speed !== null && `${number(speed)} tok/s`,
-    reason && (REASONS[reason] ?? reason),
-  ].filter(Boolean);
 }

@@ -3,6 +3,7 @@
 
 import { Combobox } from "./combobox.js";
 import { fromTemplate, part } from "./dom.js";
+import { totals } from "./figures.js";
 import { Follower } from "./follow.js";
 import { TurnView } from "./turn.js";
 
@@ -55,6 +56,7 @@ export class ColumnView {
     this.#from = Math.max(0, turns.length - PAGE);
     this.#list.replaceChildren(...this.#build(this.#from, turns.length));
     this.#showEmpty();
+    this.#showTotals();
     this.#follower.toEnd();
   }
 
@@ -77,7 +79,10 @@ export class ColumnView {
     const view = this.#turns.get(number)?.answer;
     if (what === "text") view?.grow();
     else if (what === "state") view?.showState();
-    else view?.end();
+    else {
+      view?.end();
+      this.#showTotals();
+    }
   }
 
   /** Draw the line behind the turns that are not sent any more. */
@@ -116,6 +121,11 @@ export class ColumnView {
     const built = this.#build(from, this.#from);
     this.#from = from;
     this.#follower.insertAbove(() => this.#list.prepend(...built));
+  }
+
+  /** How the model has done so far, the medians of all its answers. */
+  #showTotals() {
+    part(this.element, "totals").textContent = totals(this.#conversation.turns, this.id).join(" · ");
   }
 
   #showEmpty() {

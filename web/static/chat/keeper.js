@@ -6,6 +6,7 @@ export class Keeper {
   #store;
   #onFailure;
   #later = new Map();
+  #forgotten = new Set();
 
   /** `store` is null where the browser keeps nothing; `onFailure(error)` hears that something could not be kept. */
   constructor(store, onFailure) {
@@ -17,11 +18,11 @@ export class Keeper {
 
   /** Everything but the turns. One that nothing was asked in is not worth keeping. */
   head(conversation) {
-    if (conversation.turns.length) this.#do((store) => store.save(conversation));
+    if (conversation.turns.length && !this.#forgotten.has(conversation.id)) this.#do((store) => store.save(conversation));
   }
 
   turns(conversation, from = 0, to = conversation.turns.length) {
-    this.#do((store) => store.saveTurns(conversation, from, to));
+    if (!this.#forgotten.has(conversation.id)) this.#do((store) => store.saveTurns(conversation, from, to));
   }
 
   /** One turn, soon. */
@@ -30,6 +31,18 @@ export class Keeper {
     if (this.#later.has(key)) return;
     const timer = setTimeout(() => this.#turnNow(key), PAUSE_MS);
     this.#later.set(key, { conversation, number, timer });
+  }
+
+  /** Delete a conversation, whatever of it is still to be written. */
+  async forget(id) {
+    this.#forgotten.add(id);
+    await this.#do((store) => store.remove(id));
+  }
+
+  /** Delete all, `current` being the one at hand. */
+  async forgetAll(current) {
+    this.#forgotten.add(current);
+    await this.#do((store) => store.clear());
   }
 
   flush() {

@@ -33,7 +33,7 @@ if (!store) $("chat-kept").textContent = "This browser keeps nothing, so convers
 const models = new Models(page);
 const keeper = new Keeper(store, () => flash("warn", "This conversation could not be kept in the browser: there is no room left."));
 const socket = new ChatSocket(socketUrl(page.socket), { onState: showState, signedOut });
-const composer = new Composer($("chat-composer"), `chat-draft/${page.tenant}`, { ask, stop: () => chat.stop(), editLast: () => chat.isRunning || screen.editLast() });
+const composer = new Composer($("chat-composer"), `chat-draft/${page.user}/${page.tenant}`, { ask, stop: () => chat.stop(), editLast: () => chat.isRunning || screen.editLast() });
 const screen = new Screen({ models, composer, announcer: new Announcer($("chat-said")) });
 const chat = new Chat(socket, keeper, screen);
 const settings = new Settings($("chat-form"), changeSettings);
@@ -139,7 +139,7 @@ function showAddress() {
 async function open() {
   const id = location.hash.slice(1);
   const kept = id && store ? await store.load(id) : null;
-  if (id && id === chat.conversation?.id) return;
+  if (id !== location.hash.slice(1) || (id && id === chat.conversation?.id)) return; // somewhere else by now, or here already
   if (kept) for (const turn of kept.turns) for (const [column, answer] of Object.entries(turn.answers)) turn.answers[column] = settled(answer);
   chat.open(kept ?? newConversation(modelsOfAddress()));
   showSettings();
@@ -167,16 +167,15 @@ async function showList() {
 
 async function forget(id, title) {
   if (!confirm(`Delete “${title}”? It is kept nowhere else.`)) return;
+  await keeper.forget(id);
   if (id === chat.conversation.id) await begin();
-  await store.remove(id);
   await showList();
 }
 
 async function forgetAll() {
   if (!confirm("Delete all conversations? They are kept nowhere else.")) return;
+  await keeper.forgetAll(chat.conversation.id);
   await begin();
-  await store.clear();
-  await showList();
 }
 
 function rename() {
@@ -226,8 +225,7 @@ document.addEventListener("keydown", (event) => {
 $("chat-new").addEventListener("click", begin);
 $("chat-compare").addEventListener("click", compare);
 $("chat-conversations").addEventListener("click", ({ target }) => target.closest("a") && uncover());
-addEventListener("hashchange", open);
-addEventListener("popstate", () => location.hash || open());
+addEventListener("popstate", open);
 
 await open();
 const known = () => {

@@ -1,8 +1,8 @@
 // The frame around the columns: which there are, their tabs on a narrow screen, the title, what is announced.
 
-import { figures } from "./answer.js";
 import { ColumnView } from "./column.js";
 import { MAX_COLUMNS } from "./conversation.js";
+import { figures } from "./figures.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -11,7 +11,8 @@ export class Screen {
   #composer;
   #announcer;
   #columns = new Map();
-  #visible = new IntersectionObserver((entries) => this.#seen(entries), { root: $("chat-columns"), threshold: 0.6 });
+  #visible = new IntersectionObserver((entries) => this.#seen(entries), { root: $("chat-columns"), threshold: [0, 0.25, 0.5, 0.75, 1] });
+  #shares = new Map(); // of each column, how much of it is in view
 
   /** `chat` and `actions` are set once they exist. */
   constructor({ models, composer, announcer }) {
@@ -24,6 +25,8 @@ export class Screen {
   show() {
     const { conversation } = this.chat;
     this.#columns.clear();
+    this.#shares.clear();
+    this.#visible.disconnect();
     $("chat-columns").replaceChildren();
     for (const column of conversation.columns) this.#append(column);
     this.#arrange();
@@ -39,7 +42,9 @@ export class Screen {
   }
 
   removeColumn(id) {
-    this.#columns.get(id).element.remove();
+    const { element } = this.#columns.get(id);
+    this.#visible.unobserve(element);
+    element.remove();
     this.#columns.delete(id);
     this.#arrange();
   }
@@ -54,13 +59,15 @@ export class Screen {
   }
 
   changed(id, number, what) {
-    this.#columns.get(id)?.changed(number, what);
-    if (what === "end") this.#sayEnd(this.chat.conversation.turns[number].answers[id]);
+    const view = this.#columns.get(id);
+    view?.changed(number, what);
+    if (view && what === "end") this.#sayEnd(this.chat.conversation.turns[number].answers[id]);
   }
 
   running(count) {
     this.#composer.showRunning(count > 0);
     $("chat-columns").toggleAttribute("data-running", count > 0);
+    $("chat-compare").disabled = count > 0 || this.#columns.size >= MAX_COLUMNS;
   }
 
   showSince() {
@@ -105,7 +112,7 @@ export class Screen {
   #arrange() {
     const count = this.#columns.size;
     $("chat-columns").dataset.count = count;
-    $("chat-compare").disabled = count >= MAX_COLUMNS;
+    $("chat-compare").disabled = this.chat.isRunning || count >= MAX_COLUMNS;
     this.#showTabs();
     this.showTitle();
   }
@@ -113,23 +120,27 @@ export class Screen {
   #showTabs() {
     const { columns } = this.chat.conversation;
     $("chat-tabs").dataset.count = columns.length;
-    $("chat-tabs").replaceChildren(...columns.map(({ id, model }, at) => this.#tab(id, model, at === 0)));
+    $("chat-tabs").replaceChildren(...columns.map(({ id, model }) => this.#tab(id, model)));
+    this.#markTab();
   }
 
-  #tab(id, model, current) {
+  #tab(id, model) {
     const tab = Object.assign(document.createElement("button"), { type: "button", textContent: model });
     tab.dataset.column = id;
-    tab.setAttribute("aria-current", String(current));
     tab.addEventListener("click", () => this.#columns.get(id).element.scrollIntoView({ inline: "start", block: "nearest" }));
     return tab;
   }
 
   #seen(entries) {
-    const shown = entries.filter(({ isIntersecting }) => isIntersecting).map(({ target }) => target);
-    for (const [id, view] of this.#columns) {
-      if (!shown.includes(view.element)) continue;
-      for (const tab of $("chat-tabs").children) tab.setAttribute("aria-current", String(tab.dataset.column === id));
-    }
+    for (const { target, intersectionRatio } of entries) this.#shares.set(target, intersectionRatio);
+    this.#markTab();
+  }
+
+  /** The tab of the column that is most in view. */
+  #markTab() {
+    const share = ([, { element }]) => this.#shares.get(element) ?? 0;
+    const [current] = [...this.#columns].reduce((best, one) => (share(one) > share(best) ? one : best));
+    for (const tab of $("chat-tabs").children) tab.setAttribute("aria-current", String(tab.dataset.column === current));
   }
 
   /** A running answer's complete block. Several answers at once would be noise: of those only the ends are told. */
