@@ -52,6 +52,9 @@ bench-cpu: $(VENV)/.test ## throughput on this CPU beside transformers and PEFT
 bench-gateway: $(VENV)/.test ## the gateway on one core before a fake engine; needs two quiet cores (DATA, ARGS="--record")
 	$(BIN)/python -m bench gateway $(if $(DATA),--data $(DATA)) $(ARGS)
 
+screenshots: $(VENV)/.test ## every page of the console into docs/images/console; needs Chromium (T=page for some)
+	$(BIN)/python -m tests.browser.screenshots $(T)
+
 format: $(VENV)/.test ## rewrite the code in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -59,4 +62,4 @@ format: $(VENV)/.test ## rewrite the code in the project's format
 clean: ## remove what make built in this folder
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help install serve check test test-gpu parity bench-cpu bench-gateway format clean
+.PHONY: help install serve check test test-gpu parity bench-cpu bench-gateway screenshots format clean

@@ -24,6 +24,7 @@ from stencilpress.engine.messages import FinishReason, Stats, Step, Submit, Toke
 from stencilpress.engine.plan import FAILED, LoadResult, Placed, RequestKey, Sampled, StepPlan
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.register import Register
 from stencilpress.engine.replies import Replies
 from stencilpress.engine.reports import PageMap
 from stencilpress.engine.request import Request, State, order_of
@@ -53,15 +54,13 @@ class Scheduler:
         self._pool = pool
         self._residency = residency
         self._clock = clock
-        self._requests: dict[RequestKey, Request] = {}
-        self._connections: dict[int, dict[RequestKey, Request]] = {}
+        self._register = Register()
         self._accounts = Accounts()
         self._waiting = Waiting(self._accounts)
         self._wants = Wants(self._waiting, residency)
         self._deadlines = Deadlines()
         self._admission = Admission(limits, pool, residency)
         self._seats = Seats(limits, pool, residency, prefixes)
-        self._parked: set[int] = set()
         self._replies = Replies()
         self._flights: deque[Flight] = deque()
         self._turns = Turns(limits, self._waiting, residency, self._seats)
@@ -74,14 +73,13 @@ class Scheduler:
 
     def add(self, key: RequestKey, submit: Submit) -> None:
         """Queue a request, or answer it at once if it can never run. Raises ``ValueError`` for an id in use."""
-        if key in self._requests:
+        if key in self._register:
             raise ValueError(f"request id {key[1]} is in use")
         self._arrivals += 1
         account = self._accounts.open(submit.tenant, sound_weight(submit.weight))
         request = open_request(key, submit, account, arrival=self._arrivals, step=self._turns.step, now_s=self._clock())
         refusal = self._admission.malformed(request) or self._crowded(request)
-        self._requests[key] = request
-        self._connections.setdefault(key[0], {})[key] = request
+        self._register.add(request)
         if refusal is not None:
             self._end(request, "error", *refusal)
             return
@@ -91,34 +89,34 @@ class Scheduler:
 
     def abort(self, key: RequestKey) -> None:
         """End a request, whatever it is doing; nothing if it has ended already."""
-        request = self._requests.get(key)
+        request = self._register.get(key)
         if request is not None:
             self._end(request, "aborted")
 
     def abort_connection(self, connection: int) -> None:
         """Forget a gateway that is gone: its requests, its pages and what it was to be told."""
-        for key in list(self._connections.get(connection, ())):
+        for key in self._register.keys_of(connection):
             self.abort(key)
         self._replies.forget(connection)
-        self._parked.discard(connection)
+        self._register.parked.discard(connection)
 
     def abort_all(self) -> None:
         """End every request with its terminal message: the engine shuts down."""
-        for key in list(self._requests):
+        for key in self._register.all_keys():
             self.abort(key)
 
     def park(self, connection: int) -> None:
         """Plan nothing for this gateway: its reply ring is full. Its requests give up their seats if others wait."""
-        if connection not in self._parked:
-            for request in self._standing(connection):
+        if connection not in self._register.parked:
+            for request in self._register.standing(connection):
                 self._leave_line(request)
-            self._parked.add(connection)
+            self._register.parked.add(connection)
 
     def unpark(self, connection: int) -> None:
         """Its reply ring has room again: its requests step back into their places."""
-        if connection in self._parked:
-            self._parked.discard(connection)
-            for request in self._standing(connection):
+        if connection in self._register.parked:
+            self._register.parked.discard(connection)
+            for request in self._register.standing(connection):
                 self._wait(request)
 
     def loaded(self, result: LoadResult) -> None:
@@ -159,8 +157,8 @@ class Scheduler:
         if self._flights:
             raise RuntimeError(f"step {self._flights[0].plan.number} is still in flight")
         self._refuse_late()
-        if self._parked and len(self._waiting):
-            for request in [request for request in self._seats.taken.values() if request.key[0] in self._parked]:
+        if self._register.parked and len(self._waiting):
+            for request in self._register.of_parked(self._seats.taken.values()):
                 self._preempt(request)
         yielding = self._turns.yielding(blocked=self._blocked is not None)
         if yielding is not None:
@@ -180,7 +178,7 @@ class Scheduler:
         if len(self._flights) != 1:
             raise RuntimeError(f"{len(self._flights)} steps are in flight")
         self._refuse_late()
-        if (len(self._waiting) and self._parked) or self._flights[0].heeds_history:
+        if (len(self._waiting) and self._register.parked) or self._flights[0].heeds_history:
             return None
         decodes, prefills = self._seated()
         if self._turns.yielding(blocked=self._blocked is not None) or not all(map(self._seats.grow, decodes)):
@@ -225,12 +223,12 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether no request is left."""
-        return not self._requests
+        return not self._register
 
     def stats(self, ask: int) -> Stats:
         """Gauges and counters, as the answer to question ``ask``."""
         running = len(self._seats.taken)
-        return self._counters.stats(ask, running=running, waiting=len(self._requests) - running)
+        return self._counters.stats(ask, running=running, waiting=len(self._register) - running)
 
     def waiting_for(self, adapter: str) -> int:
         """Requests in an adapter's line."""
@@ -249,9 +247,8 @@ class Scheduler:
     def _crowded(self, request: Request) -> Refusal | None:
         """Why there is no place to wait. A parked gateway fills a queue of its own, not everybody's."""
         places = self._limits.max_waiting + self._seats.free
-        connection = request.key[0]
-        if connection in self._parked:
-            full = len(self._connections.get(connection, ())) >= places
+        if self._register.is_parked(request):
+            full = len(self._register.keys_of(request.key[0])) >= places
             return self._admission.overloaded if full else None
         if len(self._waiting) < places:
             return None
@@ -265,7 +262,7 @@ class Scheduler:
         refusal = self._admission.impossible(request)
         if refusal is not None:
             self._end(request, "error", *refusal)
-        elif request.key[0] not in self._parked:
+        elif not self._register.is_parked(request):
             self._waiting.add(request, self._turns.step)
             if request.warm_s is None and (request.adapter is None or self._residency.ready(request.adapter)):
                 request.warm_s = request.came_s
@@ -282,16 +279,13 @@ class Scheduler:
             waited_ms = round((now_s - request.came_s) * 1000)
             self._end(request, "error", "deadline", f"it had not begun after {waited_ms} ms")
 
-    def _standing(self, connection: int) -> list[Request]:
-        return [request for request in self._connections.get(connection, {}).values() if not request.seated]
-
     # Seats
 
     def _seated(self) -> tuple[list[Request], list[Request]]:
         """Those who draw in the next step, and those whose prompts are not complete by then; parked ones apart."""
-        decodes, prefills = [], []
+        decodes, prefills, parked = [], [], self._register.parked
         for request in self._seats.taken.values():
-            if request.key[0] in self._parked:
+            if request.key[0] in parked:
                 continue
             if not request.drawing:
                 prefills.append(request)
@@ -355,7 +349,7 @@ class Scheduler:
         False: it is the request itself, or pages come back when this step has ended. It keeps its seat.
         """
         while not self._seats.grow(request):
-            victim = self._seats.victim(self._parked)
+            victim = self._seats.victim(self._register.parked)
             if victim is request or self._pool.quarantined:
                 return False
             self._seats.pressed()
@@ -399,9 +393,5 @@ class Scheduler:
             self._seats.leave(request)
         self._leave_line(request)
         self._accounts.close(request.account)
-        del self._requests[request.key]
-        mine = self._connections[request.key[0]]
-        del mine[request.key]
-        if not mine:
-            del self._connections[request.key[0]]
+        self._register.remove(request)
         self._replies.finished(request.key[0], request.finish(reason, self._clock(), code, message))

@@ -80,11 +80,8 @@ class Turns:
     def squeezed(self) -> Request | None:
         """The first request whose adapter has lacked room in the pool for too long."""
         aged = self.step - self._patience_steps
-        heads = [
-            head
-            for digest in self._residency.squeezed()
-            if (head := self._waiting.head(digest)) is not None and self._waiting.since(digest) <= aged
-        ]
+        aged_lines = (digest for digest in self._residency.squeezed() if self._waiting.stands_since(digest, aged))
+        heads = [head for digest in aged_lines if (head := self._waiting.head(digest)) is not None]
         return min(heads, key=_turn, default=None)
 
     def _insiders(self) -> Iterator[Request]:

@@ -107,6 +107,11 @@ class Waiting:
         """The step since which a line that is not empty has not had a seat."""
         return self._lines[adapter].since
 
+    def stands_since(self, adapter: str | None, step: int) -> bool:
+        """Whether a line is not empty and has not had a seat since that step or an earlier one."""
+        line = self._lines.get(adapter)
+        return line is not None and line.since <= step
+
     def line(self, adapter: str | None) -> Iterator[Request]:
         """A copy of a line, tenant by tenant."""
         line = self._lines.get(adapter)

@@ -114,6 +114,8 @@ class LiveFeed:
                 await self._tell(sampler, len(slices))
             except UnavailableError:
                 logger.warning("live pictures wait for the catalog")
+            except Exception:
+                logger.exception("a live picture failed")
             await asyncio.sleep(self._interval_s)
 
     async def _tell(self, sampler: Sampler, answered: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, State, Subject, advance
@@ -12,8 +12,12 @@ from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.gateway.usage.histogram import Counts, add, quantiles
 
-MAX_OPEN = 100
+MAX_OPEN = 50
 """Incidents of one kind and tenant that are open at once; of more the worst are kept: nobody reads ten thousand."""
+MAX_OF_KIND = 500
+"""Of one kind and all tenants."""
+SAME = 0.05
+"""A value that has changed by no more than this share is left as it was seen before."""
 
 
 @dataclass(slots=True)
@@ -60,7 +64,7 @@ def evaluate(open_: Mapping[Subject, Incident], readings: Readings, rules: Rules
             if before is not None:
                 dropped.add(subject)
             continue
-        if after != before:
+        if _is_news(before, after):
             changed[subject] = after
         was_firing = before is not None and before.state is State.FIRING
         if after.state is State.FIRING and not was_firing:
@@ -116,27 +120,35 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _kept(seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]) -> dict[Subject, Measured]:
-    """Without what would be new beyond :data:`MAX_OPEN` of a kind and tenant; the worst values come first."""
-    groups: defaultdict[tuple[Kind, int | None], list[Subject]] = defaultdict(list)
+    """Without what would be new beyond :data:`MAX_OPEN` of a tenant and :data:`MAX_OF_KIND` of all, by kind."""
+    of_tenants: defaultdict[tuple[Kind, int | None], list[Subject]] = defaultdict(list)
     for subject in seen:
-        groups[subject.kind, subject.tenant_id].append(subject)
-    kept: dict[Subject, Measured] = {}
-    for (kind, _), subjects in groups.items():
-        some = subjects if len(subjects) <= MAX_OPEN else _worst(kind, subjects, seen, open_)
-        kept.update({subject: seen[subject] for subject in some})
-    return kept
+        of_tenants[subject.kind, subject.tenant_id].append(subject)
+    of_kinds: defaultdict[Kind, list[Subject]] = defaultdict(list)
+    for (kind, _), subjects in of_tenants.items():
+        of_kinds[kind] += _worst(subjects, MAX_OPEN, seen, open_)
+    kept = [subject for subjects in of_kinds.values() for subject in _worst(subjects, MAX_OF_KIND, seen, open_)]
+    return {subject: seen[subject] for subject in kept}
 
 
 def _worst(
-    kind: Kind, subjects: Iterable[Subject], seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]
-) -> list[Subject]:
-    """Those that are open already, then the worst: the whole tenant's counts as such."""
-    falls = DEFINITIONS[kind].falls
+    subjects: Sequence[Subject], most: int, seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]
+) -> Sequence[Subject]:
+    """Those of one kind that are open already, then the worst: a whole tenant's before its adapters'."""
+    if len(subjects) <= most:
+        return subjects
+    falls = DEFINITIONS[subjects[0].kind].falls
 
     def order(subject: Subject) -> tuple[bool, bool, float]:
         value = seen[subject].value
         return subject not in open_, bool(subject.adapter), value if falls else -value
 
-    ordered = sorted(subjects, key=order)
-    already = sum(subject in open_ for subject in ordered)
-    return ordered[: max(MAX_OPEN, already)]
+    already = sum(subject in open_ for subject in subjects)
+    return sorted(subjects, key=order)[: max(most, already)]
+
+
+def _is_news(before: Incident | None, after: Incident) -> bool:
+    """Whether it is worth writing: anything but a value that is about the same."""
+    if before is None or replace(after, value=before.value, note=before.note) != before:
+        return True
+    return abs(after.value - before.value) > SAME * abs(before.value)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import and_, select
 
-from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, VersionRow
-from stencilpress.gateway.catalog.records import Canary, Keeping
+from stencilpress.gateway.catalog.models import AliasRow, CanaryRow, VersionRow
+from stencilpress.gateway.catalog.records import Canary
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.names import DEFAULT_ALIAS
 
@@ -23,15 +23,13 @@ class Serving:
     target_modules: tuple[str, ...]
     size_bytes: int
     canary: Canary | None
-    kept: Keeping | None
 
 
 async def serving_versions(db: Database, adapter_ids: Collection[int]) -> dict[int, Serving]:
     """By adapter; one whose ``prod`` points at nothing is left out."""
     query = (
-        select(VersionRow, CanaryRow.version, CanaryRow.percent, AdapterRow.kept)
+        select(VersionRow, CanaryRow.version, CanaryRow.percent)
         .join(AliasRow, and_(AliasRow.adapter_id == VersionRow.adapter_id, AliasRow.version == VersionRow.number))
-        .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
         .outerjoin(CanaryRow, and_(CanaryRow.adapter_id == AliasRow.adapter_id, CanaryRow.alias == AliasRow.name))
         .where(AliasRow.name == DEFAULT_ALIAS, VersionRow.adapter_id.in_(adapter_ids))
     )
@@ -44,7 +42,6 @@ async def serving_versions(db: Database, adapter_ids: Collection[int]) -> dict[i
                 target_modules=tuple(row.target_modules),
                 size_bytes=row.size_bytes,
                 canary=None if version is None else Canary(version, percent),
-                kept=kept,
             )
-            for row, version, percent, kept in await session.execute(query)
+            for row, version, percent in await session.execute(query)
         }

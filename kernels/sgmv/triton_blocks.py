@@ -22,7 +22,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.sgmv.triton_tiles import load_A_RK, load_B_RO, place_tile
+from stencilpress.kernels.sgmv.triton_tiles import (
+    load_A_RK,
+    load_B_RO,
+    place_tile,
+    prefetch_A,
+    prefetch_B,
+    prefetch_rows,
+)
 
 
 @triton.jit(do_not_specialize=["entry"])
@@ -47,11 +54,13 @@ def shrink_blocks_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
     F32_DOT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A part of PART inputs is walked BLOCK at a time, for MS rows of an item. Its successor starts only after
     the wait: then all that precedes this kernel is done, so that the expand may load y before it waits. Tensor cores
-    take 64 rows at a time on Hopper: those are the ranks where x has fewer (SWAP)."""
+    take 64 rows at a time on Hopper: those are the ranks where x has fewer (SWAP). PREFETCH: the weights come to the L2
+    cache before the wait ends."""
     SUBS: tl.constexpr = M // MS
     SWAP: tl.constexpr = R >= 64 and MS < 64
     r, m = tl.arange(0, R), tl.arange(0, MS)
@@ -62,11 +71,13 @@ def shrink_blocks_kernel(
     address_R = tl.multiple_of(tl.load(addresses_ptr + item * R + r), ALIGN)
     mask = tl.load(entries_ptr + item * 4)
     row, rows = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 1)
-    live = item < tl.load(counts_ptr + 1)
+    live = (item < tl.load(counts_ptr + 1)) & (sub * MS < rows)
+    if PREFETCH and PDL:
+        prefetch_A(pool_ptr, address_R, mask, live, p, k * PART, PART, D)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if live & (sub * MS < rows):
+    if live:
         m += sub * MS
         ok = (m < rows)[:, None]
         x_rows_ptr = x_ptr + (row + m).to(tl.int64)[:, None] * x_stride
@@ -113,10 +124,11 @@ def expand_blocks_kernel(
     TILES: tl.constexpr,
     ALIGN: tl.constexpr,
     F32_DOT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program takes J tiles of one block side by side. The first weights and y load before the wait for the shrink,
-    the next ones before the last are stored."""
+    the next ones before the last are stored; PREFETCH: they come to the L2 cache before the wait ends."""
     if PDL:
         gdc_launch_dependents()
     r, m = tl.arange(0, R), tl.arange(0, M)
@@ -138,6 +150,11 @@ def expand_blocks_kernel(
     inside = rows_ok & ((o < width) & wanted)[None, :]
     B_RO = load_B_RO(pool_ptr, address_R, mask, live, p, start, width, D, N0, N1, BLOCK, ALIGN)
     y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+    if PREFETCH and PDL and J > 1:
+        ahead = (J - 1) * BLOCK
+        y_M = (row + m).to(tl.int64) * y_stride + column
+        prefetch_rows(y_ptr, y_M, (m < rows) & wanted, start + BLOCK, ahead, width)
+        prefetch_B(pool_ptr, address_R, mask, live, p, start + BLOCK, ahead, width, D, N0, N1)
     if PDL:
         gdc_wait()
     if live:

@@ -6,13 +6,14 @@ Semantics: for block b of the work list, its row t, its items w, and projection 
 
 in fp32. The first programs of the launch shrink: each takes one part of the inputs of one item and leaves its sums in
 ``partial``. The others expand: each takes one tile of outputs of one item, loads its weights at once, waits until the
-block's shrinks have arrived, and adds up their parts in order. Where a block has further items, these leave their
+item's shrinks have arrived, and adds up their parts in order. Where a block has further items, these leave their
 sums in ``delta``, and the program of the block's first item adds them to its own, in order: no sum depends on timing.
 
 Waiting inside a launch is safe because programs start in the order of their numbers, and each waits only for programs
 of lower numbers: expands for shrinks, first items for further ones (items are taken from the last to the first). Two
-counters say how far a block is: ``arrived`` (shrinks, then expands, of each projection) and ``ready`` (further items
-of each tile). Whoever comes last sets them back to zero.
+counters say how far things are: ``arrived``, of each item and projection (shrinks, then expands: the last one sets it
+back to zero), and ``ready``, of each tile of a block (further items: the first item sets it back). Waiting is by one
+thread a program: when all of them watch, the weights come later.
 
 Legend: T rows of the batch, D in_features, O out_features of a projection, W items, B blocks, P projections, K parts
 of D (KP: the power of two at or above), R rank slices of an item, E entries. PART inputs make a part; outputs are cut
@@ -26,6 +27,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stencilpress.kernels.sgmv.triton_tiles import load_A_RK, load_B_RO, place_tile
+
+COUNTER_WORDS = tl.constexpr(32)
+"""int32 words from one item's counters to the next's: a cache line each, as many programs watch one."""
 
 
 @triton.jit(do_not_specialize=["entry"])
@@ -93,7 +97,7 @@ def _shrink(
     address_R = tl.multiple_of(tl.load(addresses_ptr + item * R + r), ALIGN)
     mask = tl.load(entries_ptr + item * 4)
     live = item < tl.load(counts_ptr + 1)
-    row, block = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 3)
+    row = tl.load(items_ptr + item * 4)
     A_RK = load_A_RK(pool_ptr, address_R, mask, live, p, k * PART, D, PART, D)
     if PDL and not X_DONE:
         gdc_wait()
@@ -104,7 +108,7 @@ def _shrink(
         place = ((item * P + p) * K + k).to(tl.int64) * R
         tl.store(partial_ptr + place + r, tl.sum(A_RK.to(tl.float32) * x_K[None, :], axis=1))
         tl.debug_barrier()
-        tl.atomic_add(arrived_ptr + block * 4 + p, 1, sem="release")
+        tl.atomic_add(arrived_ptr + item * COUNTER_WORDS + p, 1, sem="release")
 
 
 @triton.jit
@@ -112,6 +116,29 @@ def _wait_for(counter_ptr, count):
     seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
     while seen < count:
         seen = tl.atomic_add(counter_ptr, 0, sem="acquire")
+
+
+@triton.jit
+def _count_up_to(counter_ptr, total, PDL: tl.constexpr):
+    """Count one more; ``total`` counts as zero. On Hopper nobody waits for the answer, so that the program ends."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first red.relaxed.gpu.global.inc.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [counter_ptr.to(tl.int64), total - 1],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif tl.atomic_add(counter_ptr, 1, sem="relaxed") == total - 1:
+        tl.store(counter_ptr, 0)
 
 
 @triton.jit
@@ -141,12 +168,15 @@ def _expand(
         y_O_ptr = y_ptr + row.to(tl.int64) * y_stride + column + o
         if not X_DONE:
             y_O = tl.load(y_O_ptr, mask=inside & first, other=0.0)
-        arrived_ptr += block * 4 + p
+        arrived_ptr += item * COUNTER_WORDS + p
         ready_ptr += block * TILES + tile
         delta_O_ptr = delta_ptr + column + o
-        _wait_for(arrived_ptr, items * K)
+        further = tl.where(first, items - 1, 0)
+        _wait_for(arrived_ptr, K)
         planes_ptr = partial_ptr + ((item * P + p) * K).to(tl.int64) * R + k[:, None] * R + r[None, :]
         partial_KR = tl.load(planes_ptr, mask=(k < K)[:, None], other=0.0, cache_modifier=".cg")
+        if further > 0:
+            _wait_for(ready_ptr, further)
         h_R = tl.where(address_R >= 0, scale * tl.sum(partial_KR, axis=0), 0.0)
         sum_O = tl.sum(h_R[:, None] * B_RO.to(tl.float32), axis=0)
         if X_DONE:
@@ -154,19 +184,18 @@ def _expand(
                 gdc_wait()
             y_O = tl.load(y_O_ptr, mask=inside & first, other=0.0)
         if first:
-            if items > 1:
-                _wait_for(ready_ptr, items - 1)
-                for nth in range(items - 1):
-                    from_ptr = delta_O_ptr + (extra + nth).to(tl.int64) * (N0 + N1 + N2)
-                    sum_O += tl.load(from_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+            if further > 0:
+                for past in range(0, further, 3):
+                    for nth in tl.static_range(3):  # three on their way together
+                        from_ptr = delta_O_ptr + (extra + past + nth).to(tl.int64) * (N0 + N1 + N2)
+                        there = inside & (past + nth < further)
+                        sum_O += tl.load(from_ptr, mask=there, other=0.0, cache_modifier=".cg")
                 tl.store(ready_ptr, 0)
             tl.store(y_O_ptr, (y_O.to(tl.float32) + sum_O).to(y_ptr.dtype.element_ty), mask=inside)
         else:
             tl.store(delta_O_ptr + item.to(tl.int64) * (N0 + N1 + N2), sum_O, mask=inside)
             tl.debug_barrier()
             tl.atomic_add(ready_ptr, 1, sem="release")
-        done = tl.atomic_add(arrived_ptr, 1, sem="relaxed")
-        if done == items * (K + (width + BLOCK - 1) // BLOCK) - 1:
-            tl.store(arrived_ptr, 0)
+        _count_up_to(arrived_ptr, K + (width + BLOCK - 1) // BLOCK, PDL)
     elif PDL and X_DONE:
         gdc_wait()

@@ -24,7 +24,8 @@ from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_optio
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile and tiles of
-    an expand program, warps, and the most registers a thread of the rows kernel."""
+    an expand program, warps, and the most registers a thread of the rows kernel. Whether the kernels for blocks ask for
+    what they are to load while they wait for their predecessor."""
 
     rows: int
     part: int
@@ -33,25 +34,30 @@ class Cut:
     tiles: int = 1
     warps: int = 4
     registers: int = 96
+    prefetch_in_shrink: bool = False
+    prefetch_in_expand: bool = False
 
 
 def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True) -> Cut:
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
     side by side the more blocks there are, but single ones where they read several items. 64 ranks take more warps,
-    for their registers, where tensor cores have no products of warp groups."""
+    for their registers, where tensor cores have no products of warp groups. What is asked for in the L2 cache must be
+    little: the more there is, the later comes what others wait for."""
     inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
         most = 16384 // tile.ranks
         return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
     if tile.rows == 16 and single and not few:
-        return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles=2 if inputs <= 4096 else 1)
+        tiles = 2 if inputs <= 4096 else 1
+        return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles, prefetch_in_expand=True)
     narrow = tile.ranks == 16
     part = min(4096, inputs) if single and many else max(64, inputs // (4 if few or (single and narrow) else 2))
     tiles = 1 if few or not single else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
-    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps=4 if narrow or warp_groups else 8)
+    warps = 4 if narrow or warp_groups else 8
+    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps, prefetch_in_shrink=not many)
 
 
 Constants = dict[str, Any]
@@ -66,13 +72,14 @@ def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
 def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the shrink of blocks."""
     rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
-    return {**_common(shape, tile, cut), **rows}
+    return {**_common(shape, tile, cut), **rows, "PREFETCH": cut.prefetch_in_shrink and _align(shape) == 8}
 
 
 def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the expand of blocks."""
     outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
-    return {**_common(shape, tile, cut), **outputs, "M": tile.rows, "F32_DOT": f32_dot}
+    rows = {"M": tile.rows, "F32_DOT": f32_dot, "PREFETCH": cut.prefetch_in_expand and _align(shape) == 8}
+    return {**_common(shape, tile, cut), **outputs, **rows}
 
 
 def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
@@ -140,7 +147,7 @@ def _rows(
     delta = torch.empty((work.max_items, y_TO.shape[1]), dtype=torch.float32, device=y_TO.device)
     grid = (work.max_items * (constants["P"] * constants["K"] + constants["TILES"]),)
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    scratch = (work.arrived_B4, work.ready(constants["TILES"]), partial, delta)
+    scratch = (work.arrived_WN, work.ready(constants["TILES"]), partial, delta)
     numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0))
     options = {"num_warps": cut.warps, "maxnreg": cut.registers, **launch_options(x_TD.device)}
     rows_kernel[grid](x_TD, y_TO, pool, *lists, *scratch, *numbers, **constants, **options)
@@ -175,6 +182,7 @@ def expand(
 ) -> None:
     """The second: adds what ``partial`` gives to ``y_TO``."""
     constants = expand_constants(shape, work.tile, cut)
+    constants["PREFETCH"] &= y_TO.data_ptr() % 16 == 0 and y_TO.stride(0) * y_TO.element_size() % 16 == 0
     grid = (work.blocks_B4.shape[0] * constants["TILES"],)
     lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
     options = {"num_warps": cut.warps, **launch_options(y_TO.device)}

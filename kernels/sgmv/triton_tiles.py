@@ -45,6 +45,11 @@ def _rows_of_A(mask):
 
 
 @triton.jit
+def _start_of_B(mask, p, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr):
+    return _rows_of_A(mask) * D + tl.where(p > 0, (mask & 1) * N0, 0) + tl.where(p > 1, ((mask >> 1) & 1) * N1, 0)
+
+
+@triton.jit
 def load_B_RO(
     pool_ptr,
     address_R,
@@ -61,8 +66,47 @@ def load_B_RO(
 ):
     """Outputs [start, start + BLOCK) of one projection's rows of B transposed; zero where there are none."""
     o = start + tl.arange(0, BLOCK)
-    before = tl.where(p > 0, (mask & 1) * N0, 0) + tl.where(p > 1, ((mask >> 1) & 1) * N1, 0)
-    base = address_R + tl.multiple_of(_rows_of_A(mask) * D + before, ALIGN)
+    base = address_R + tl.multiple_of(_start_of_B(mask, p, D, N0, N1), ALIGN)
     wanted = live & (((mask >> p) & 1) != 0)
     there = (address_R >= 0)[:, None] & (o < width)[None, :] & wanted
     return tl.load(pool_ptr + base[:, None] + o[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def prefetch_A(pool_ptr, address_R, mask, live, p, start, run, D: tl.constexpr):
+    """Ask for what :func:`load_A_RK` is to load, ``run`` columns in all."""
+    there_R = (address_R >= 0) & live & (((mask >> p) & 1) != 0)
+    prefetch_rows(pool_ptr, address_R + _adapted_before(mask, p) * D, there_R, start, run, D)
+
+
+@triton.jit
+def prefetch_B(
+    pool_ptr, address_R, mask, live, p, start, run, width, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr
+):  # fmt: skip
+    """Ask for what :func:`load_B_RO` is to load, ``run`` outputs in all."""
+    there_R = (address_R >= 0) & live & (((mask >> p) & 1) != 0)
+    prefetch_rows(pool_ptr, address_R + _start_of_B(mask, p, D, N0, N1), there_R, start, run, width)
+
+
+@triton.jit
+def prefetch_rows(base_ptr, offset_M, there_M, start, run, end):
+    """Ask for elements [start, start + run) of rows, none from ``end`` on, in the L2 cache; for Hopper and later. A row
+    is one request, and one thread in eight makes one. All addresses and sizes must be multiples of 16 bytes."""
+    SIZE: tl.constexpr = base_ptr.dtype.element_ty.primitive_bitwidth // 8
+    eighth = tl.arange(0, 8)
+    run_bytes = tl.maximum(tl.minimum(run, end - start), 0) * SIZE
+    bytes_M8 = tl.where(there_M[:, None] & (eighth == 0)[None, :], run_bytes, 0)
+    from_M1 = (base_ptr + (offset_M + start)[:, None]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [from_M1, bytes_M8],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )

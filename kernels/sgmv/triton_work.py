@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from stencilpress.kernels.sgmv.triton_rows import COUNTER_WORDS
 from stencilpress.kernels.triton_launch import launch_options
 
 _HEAD, _BLOCK, _ITEM = 4, 4, 4
@@ -77,8 +78,8 @@ class WorkPlan(NamedTuple):
 def plan_work(segments: Sequence[AdapterRows], tile: Tile) -> WorkPlan:
     """Cut the rows that have an adapter into blocks and items. Segments must not overlap."""
     facts = np.asarray(segments, dtype=np.int64).reshape(-1, 4)
-    if tile.rows == 1:
-        facts = facts[np.argsort(facts[:, 3], kind="stable")]  # the rows kernel goes from last to first: longest first
+    # longest first, as the last to end is what all wait for; the rows kernel goes from last to first
+    facts = facts[np.argsort(facts[:, 3] if tile.rows == 1 else -facts[:, 3], kind="stable")]
     row_start, rows, table, rank = facts.T
     cuts = -(-rows // tile.rows)
     segment = np.repeat(np.arange(len(facts)), cuts)
@@ -101,7 +102,7 @@ class SgmvWork:
     ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
     :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
     the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
-    ``arrived_B4`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
+    ``arrived_WN`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
     """
 
     tile: Tile
@@ -112,7 +113,7 @@ class SgmvWork:
     tables_W: torch.Tensor
     addresses_EWR: torch.Tensor
     entries_EW4: torch.Tensor
-    arrived_B4: torch.Tensor
+    arrived_WN: torch.Tensor
     ready_N: torch.Tensor
 
     @classmethod
@@ -128,7 +129,7 @@ class SgmvWork:
         device = list_N.device
         addresses = torch.empty((entries, max_items, tile.ranks), dtype=torch.int64, device=device)
         words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
-        arrived = torch.zeros((max_blocks, 4), dtype=torch.int32, device=device)
+        arrived = torch.zeros((max_items, COUNTER_WORDS.value), dtype=torch.int32, device=device)
         ready = torch.zeros(max_blocks * _MOST_TILES, dtype=torch.int32, device=device)
         return cls(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
 
@@ -138,7 +139,7 @@ class SgmvWork:
         entries = len(self.entries_EW4)
         addresses = self.addresses_EWR.view(-1)[: entries * max_items * tile.ranks].view(entries, max_items, -1)
         words = self.entries_EW4.view(-1)[: entries * max_items * 4].view(entries, max_items, 4)
-        arrived, ready = self.arrived_B4[:max_blocks], self.ready_N[: max_blocks * _MOST_TILES]
+        arrived, ready = self.arrived_WN[:max_items], self.ready_N[: max_blocks * _MOST_TILES]
         return SgmvWork(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
 
     @classmethod

@@ -11,6 +11,7 @@ PAGES = {
     "adapters-of-all": (Role.OPERATOR, "/console/adapters"),
     "memory": (Role.OPERATOR, "/console/memory"),
     "alerts": (Role.OPERATOR, "/console/alerts"),
+    "alert-rules": (Role.OPERATOR, "/console/alerts?view=rules"),
     "audit": (Role.OPERATOR, "/console/audit"),
     "settings": (Role.OPERATOR, "/console/t/demo/settings"),
     "tenant-dashboard": (Role.ADMIN, "/console/t/demo/"),
@@ -22,6 +23,8 @@ PAGES = {
     "keys": (Role.ADMIN, "/console/t/demo/keys"),
     "members": (Role.ADMIN, "/console/t/demo/members"),
     "tenant-alerts": (Role.ADMIN, "/console/t/demo/alerts"),
+    "tenant-alert-rules": (Role.ADMIN, "/console/t/demo/alerts?view=rules"),
+    "tenant-webhook": (Role.ADMIN, "/console/t/demo/alerts?view=webhook"),
     "tenant-audit": (Role.ADMIN, "/console/t/demo/audit"),
     "account": (Role.ADMIN, "/console/account"),
 }

@@ -148,6 +148,23 @@ async def test_what_cannot_be_an_adapter_is_not_sent(page: Page) -> None:
         assert await button(page, "Upload").is_disabled()
 
 
+async def test_a_large_file_goes_in_parts_even_where_the_page_is_not_secure(page: Page) -> None:
+    """Over plain HTTP browsers have no digests of their own. The server compares those of parts and of the whole."""
+    sent: list[str] = []
+    await page.add_init_script("Object.defineProperty(crypto, 'subtle', { value: undefined })")
+    page.on("request", lambda request: sent.append(request.url) if WEIGHTS_NAME in request.url else None)
+    await page.goto(f"{HOME}/upload?adapter=large")
+    await page.locator("#upload-pick").set_input_files(payloads({**files(), WEIGHTS_NAME: b"large" * (4 << 20)}))
+    await button(page, "Upload").click()
+    weights = page.locator(f'[data-part="{WEIGHTS_NAME}"]')
+    await weights.get_by_text("is no safetensors file").wait_for()
+    offsets = [int(url.partition("offset=")[2].partition("&")[0]) for url in sent]
+    assert offsets == [0, 8 << 20, 16 << 20]
+    await button(page, "Start over").click()
+    assert await page.locator(".drop").is_visible()
+    assert await page.locator("#upload-files").inner_text() == ""
+
+
 async def test_an_upload_goes_on_after_a_reload(page: Page, api: AdminClient) -> None:
     contents, held = files(seed=8), asyncio.Event()
     sent: list[str] = []

@@ -241,7 +241,7 @@ def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> No
         served.turn(run, 0.0, 0.001)
         if run.steps % 100 == 0:
             served.scheduler.check()
-            live = [key for key in live if key in served.scheduler._requests]
+            live = [key for key in live if key in served.scheduler._register]
     served.scheduler.abort_all()
     while served._flights or not served.scheduler.idle:
         served.turn(run, 0.0, 0.001)

@@ -90,7 +90,7 @@ def test_graph_serves_adapters_that_come_after_its_capture() -> None:
         graph.replay()
         want = expected(torch.zeros_like(y), x, rows, 0, shape)
         assert _relative(y, want) < 1e-2
-        assert not work.arrived_B4.any()
+        assert not work.arrived_WN.any()
         assert not work.ready_N.any()
 
 

@@ -257,6 +257,15 @@ async def test_two_gateways_that_look_at_once_tell_it_once(
         assert len(list(await session.scalars(select(DeliveryRow)))) == 1
 
 
+async def test_a_receiver_that_never_answers_is_given_its_time(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stencilpress.gateway.alerts.courier.LIMIT_S", 0.2)
+    receiver.silent = True
+    async with Courier(private=True) as courier:
+        assert await courier.post(receiver.url, b"{}", {}) == "no answer within 0.2 s"
+
+
 async def test_of_too_many_waiting_the_oldest_is_given_up(
     db: Database, tenant: Tenant, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

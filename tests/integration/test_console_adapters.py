@@ -15,6 +15,7 @@ from markupsafe import escape
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.catalog.adapters import add_version, get_adapter
+from stencilpress.gateway.catalog.aliases import withdraw_canary
 from stencilpress.gateway.catalog.tenants import get_tenant
 from stencilpress.gateway.names import BaseNames
 from tests.fakes.engine import Options
@@ -265,7 +266,7 @@ async def test_a_canary_is_aborted(admin: Browser, api: AdminClient) -> None:
     assert await prod_of(api) == (1, None)
 
 
-async def test_a_guard_is_set_in_percent_and_kept(admin: Browser, api: AdminClient) -> None:
+async def test_a_guard_is_set_in_percent_and_takes_back(gateway: Gateway, admin: Browser, api: AdminClient) -> None:
     canary = f"{PIRATE}/aliases/prod/canary"
     fields: Any = {"version": "2", "percent": "5", "stable": "1", "guarded": "1", "window_s": "1800"}
     limits: Any = {"max_error_share": "2.5", "max_ttft_ratio": "", "min_requests": "20"}
@@ -282,6 +283,13 @@ async def test_a_guard_is_set_in_percent_and_kept(admin: Browser, api: AdminClie
     empty: Any = dict.fromkeys(limits, "")
     refused = await admin.submit(canary, 400, etag=await etag_of(api), **fields, **empty)
     assert "sets no limit" in refused.words
+    await admin.submit(canary, etag=await etag_of(api), **fields, **limits)
+    db, etag = gateway.services.db, await etag_of(api)
+    demo = await get_tenant(db, "demo")
+    await withdraw_canary(db, demo.id, "pirate", "prod", move_id=int(etag.strip('"')), reason="canary 2: 9 % failed")
+    taken = await admin.get(canary)
+    assert "The canary was taken back by its guard" in taken.words
+    assert "9 % failed" in taken.words
     await admin.submit(canary, etag=await etag_of(api), **{**fields, "guarded": ""})
     assert (await api("GET", f"{API}/pirate/aliases/prod"))["canary"]["guard"] is None
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stencilpress.gateway.alerts.addresses import check_url, is_public
-from stencilpress.gateway.alerts.evaluate import MAX_OPEN, Readings, Traffic, evaluate
+from stencilpress.gateway.alerts.evaluate import MAX_OF_KIND, MAX_OPEN, Readings, Traffic, evaluate
 from stencilpress.gateway.alerts.incidents import Incident, Measured, State, Subject, advance
 from stencilpress.gateway.alerts.notification import MAX_ALERTS, notifications, signed
 from stencilpress.gateway.alerts.prometheus import QUERIES, rules_file
@@ -218,10 +218,26 @@ def test_of_ten_thousand_the_worst_are_kept_and_an_open_one_is_never_displaced()
     assert len(moves.fired) == MAX_OPEN
     assert Subject(Kind.ERRORS_HIGH, 7) in moves.changed  # the tenant as a whole
     assert {one.value for one in moves.fired if one.subject.adapter} == {0.59}
+    spread = {(tenant, f"a{i}"): traffic(100, failures=50) for tenant in range(1, 101) for i in range(20)}
+    assert len(evaluate({}, Readings(spread), rules, NOON).fired) == MAX_OF_KIND
     mild = Subject(Kind.ERRORS_HIGH, 7, "a00000")
     kept = {mild: Incident(mild, State.FIRING, NOON, 0.1, 0.05, Severity.CRITICAL, fired_at=NOON)}
     again = evaluate(kept, Readings(many), rules, NOON)
     assert mild not in {one.subject for one in again.resolved}
+
+
+def test_a_value_that_is_about_the_same_is_not_written_again() -> None:
+    rules = Rules({(Place(), Kind.ERRORS_HIGH): RuleChange(for_s=0)})
+    subject = Subject(Kind.ERRORS_HIGH, 7, "pirate")
+
+    def looked(open_: dict[Subject, Incident], failures: int) -> dict[Subject, Incident]:
+        readings = Readings({(7, "pirate"): traffic(1000, failures=failures), (7, "base"): traffic(9000)})
+        return dict(evaluate(open_, readings, rules, NOON).changed)
+
+    firing = looked({}, 400)
+    assert firing[subject].value == 0.4
+    assert looked(firing, 410) == {}
+    assert looked(firing, 450)[subject].value == 0.45
 
 
 def incident(adapter: str = "pirate", state: State = State.FIRING) -> Incident:

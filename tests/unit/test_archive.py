@@ -256,6 +256,18 @@ def encrypted() -> bytes:
         (b"PK\x03\x04" + bytes(100), "bad_archive"),
         (zip_bytes(FILES)[:40] + b"\xff" * 200 + zip_bytes(FILES)[240:], "bad_archive"),
     ],
+    ids=[
+        "empty",
+        "text",
+        "pickle",
+        "7z",
+        "gzip of text",
+        "tar cut off",
+        "broken gzip",
+        "zip cut off",
+        "broken zip",
+        "zip overwritten",
+    ],
 )
 def test_what_is_no_sound_archive_is_refused(folder: Path, data: bytes, code: str) -> None:
     assert refused(folder, data) == {"archive": code}

@@ -82,7 +82,7 @@ def test_rows_beside_the_product_that_they_add_to() -> None:
     resolve(work, builder.pool)
     sgmv(y, x, builder.pool, work, QKV, GroupShape(96, (72, 40, 40)), x_done=True)
     _close(y, want)
-    assert not work.arrived_B4.any()
+    assert not work.arrived_WN.any()
     assert not work.ready_N.any()
 
 
@@ -160,6 +160,12 @@ def test_plan_covers_each_row_and_rank_once() -> None:
         of_block = [block, *range(extra, extra + items - 1)]
         assert [plan.items_W4[i, 2] for i in of_block] == [16 * n for n in range(items)]
         assert {int(plan.items_W4[i, 0]) for i in of_block} == {row}
+
+
+def test_plan_takes_the_longest_first() -> None:
+    segments = [AdapterRows(0, 20, 0, 8), AdapterRows(20, 20, 0, 64), AdapterRows(40, 20, 0, 8)]
+    assert plan_work(segments, Tile(16, 64)).blocks_B4[:, 0].tolist() == [20, 36, 0, 16, 40, 56]
+    assert plan_work(segments, Tile(1, 16)).blocks_B4[-20:, 0].tolist() == list(range(20, 40))
 
 
 def test_tile_follows_rows_and_ranks() -> None:

@@ -54,7 +54,6 @@ class Row:
     versions: int
     number: int | None
     canary: Canary | None
-    kept: str | None
     digest: str | None
     ranks: Sequence[int]
     modules: Sequence[str]
@@ -188,7 +187,6 @@ def _row(one: Listed, serving: Serving | None, used: Used | None) -> Row:
         versions=one.versions,
         number=None if serving is None else serving.number,
         canary=None if serving is None else serving.canary,
-        kept=None if serving is None else serving.kept,
         digest=shown.digest,
         ranks=shown.ranks,
         modules=shown.target_modules,

@@ -1,6 +1,7 @@
 // The canary page: the slider's number, and the comparison of both versions, renewed while the page is looked at.
 
 import { draw } from "../chart.js";
+import { tellTimes } from "../console.js";
 
 const RENEW_MS = 10_000;
 const slider = document.getElementById("f-percent");
@@ -27,6 +28,7 @@ async function renew() {
   const table = fresh.querySelector("section");
   if (!table) return location.reload(); // the canary has ended, or was taken back
   place.querySelector("section").replaceWith(table);
+  tellTimes(place);
   for (const figure of fresh.querySelectorAll("[data-chart]")) {
     const shown = document.getElementById(figure.id);
     if (shown) draw(shown, JSON.parse(figure.querySelector('script[type="application/json"]').textContent));
