@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -90,27 +90,25 @@ async def show_all(request: web.Request) -> web.StreamResponse:
     visitor = visitor_of(request)
     if visitor.role is not Role.OPERATOR:
         return redirect(request, TENANT.replace("{tenant}", quote(visitor.tenant)))
-    question = Question.of(request)
-    view: SeriesView = await ask(request, series.get_series, query=_series_query(question))
-    return await _answer(request, question, view, None)
+    return await _answer(request, Question.of(request), None)
 
 
 @page(Permission.READ)
 async def show_tenant(request: web.Request) -> web.StreamResponse:
-    question, name = Question.of(request), tenant_of(request).name
-    query = _series_query(question) | ({"adapter": question.adapter} if question.adapter else {})
-    view: SeriesView = await ask(request, series.get_tenant_series, tenant=name, query=query)
-    return await _answer(request, question, view, name)
+    return await _answer(request, Question.of(request), tenant_of(request).name)
 
 
-async def _answer(request: web.Request, question: Question, view: SeriesView, tenant: str | None) -> web.Response:
-    """The page, or for its script what changes on it."""
-    charts = charts_of(view) | (await _engine_charts(request, question) if tenant is None else {})
+async def _answer(request: web.Request, question: Question, tenant: str | None) -> web.Response:
+    """The page, or for its script what changes on it. What needs the catalog is asked for at once."""
     if request.query.get("format") == "json":
-        return web.Response(
-            body=msgspec.json.encode({"charts": charts, "facts": _facts(view.total)}), content_type="application/json"
+        view, engine_charts = await asyncio.gather(
+            _series(request, question, tenant), _engine_charts(request, question, tenant)
         )
-    top = await _top(request, question, tenant)
+        told = {"charts": charts_of(view) | engine_charts, "facts": _facts(view.total)}
+        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
+    view, engine_charts, top = await asyncio.gather(
+        _series(request, question, tenant), _engine_charts(request, question, tenant), _top(request, question, tenant)
+    )
     return render(
         request,
         "dashboard.html",
@@ -126,7 +124,7 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
         compare=question.compare,
         adapter=question.adapter,
         adapters=_choices(top, question.adapter) if tenant else [],
-        charts=charts,
+        charts=charts_of(view) | engine_charts,
         total=view.total,
         changes=changes(view.total, view.previous_total),
         top=top,
@@ -138,7 +136,20 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
     )
 
 
-async def _engine_charts(request: web.Request, question: Question) -> dict[str, Chart]:
+async def _series(request: web.Request, question: Question, tenant: str | None) -> SeriesView:
+    span = question.span
+    query = {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
+    if tenant is not None and question.adapter:
+        query["adapter"] = question.adapter
+    operation = series.get_series if tenant is None else series.get_tenant_series
+    view: SeriesView = await ask(request, operation, tenant=tenant, query=query)
+    return view
+
+
+async def _engine_charts(request: web.Request, question: Question, tenant: str | None) -> dict[str, Chart]:
+    """None beside a tenant's: engines are the operators'."""
+    if tenant is not None:
+        return {}
     span = question.span
     query = {"start": span.start, "end": span.end, "points": POINTS}
     return engine_charts_of(await ask(request, engines.get_engine_series, engine="all", query=query))
@@ -150,11 +161,6 @@ async def _top(request: web.Request, question: Question, tenant: str | None) -> 
     operation = series.get_tenant_top if tenant else series.get_top
     found: TopView = await ask(request, operation, tenant=tenant, query=query)
     return found.data
-
-
-def _series_query(question: Question) -> dict[str, Any]:
-    span = question.span
-    return {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
 
 
 def _choices(top: list[TopRow], chosen: str) -> list[tuple[str, str]]:
