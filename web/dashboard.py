@@ -14,7 +14,7 @@ from stencilpress.gateway.api.admin import engines, series
 from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import CONSOLE, PREFIX
 from stencilpress.web.formats import milliseconds, number, percent
 from stencilpress.web.live import ALL as LIVE_ALL
 from stencilpress.web.live import TENANT as LIVE_TENANT
@@ -33,8 +33,10 @@ ORDERS = {
 }
 DEFAULT_ORDER = "tokens"
 POINTS = 120
-SERIES_FRESH_S = 15
+LEAST_REFRESH_S, MOST_REFRESH_S = 15.0, 300.0
 """How often an open page asks again; roll-ups are some seconds behind."""
+LEAST_FRESH_S = 2.0
+"""Visitors who come within so long of each other see the same."""
 TOP_ROWS = 20
 
 
@@ -98,17 +100,31 @@ async def show_tenant(request: web.Request) -> web.StreamResponse:
     return await _answer(request, Question.of(request), tenant_of(request).name)
 
 
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What a dashboard shows. ``charts`` are by the ids of their figures."""
+
+    view: SeriesView
+    charts: dict[str, Chart]
+    top: list[TopRow]
+
+    @property
+    def refresh_s(self) -> float:
+        """How often a page that follows asks again: a few times a point, since nothing else changes."""
+        return min(max(self.view.step_s / 4, LEAST_REFRESH_S), MOST_REFRESH_S)
+
+
 async def _answer(request: web.Request, question: Question, tenant: str | None) -> web.Response:
-    """The page, or for its script what changes on it. What needs the catalog is asked for at once."""
-    if request.query.get("format") == "json":
-        view, engine_charts = await asyncio.gather(
-            _series(request, question, tenant), _engine_charts(request, question, tenant)
-        )
-        told = {"charts": charts_of(view) | engine_charts, "facts": _facts(view.total)}
-        return web.Response(body=msgspec.json.encode(told), content_type="application/json")
-    view, engine_charts, top = await asyncio.gather(
-        _series(request, question, tenant), _engine_charts(request, question, tenant), _top(request, question, tenant)
+    """The page, or for its script what changes on it."""
+    span = question.span
+    fresh_s = min(max((span.end - span.start).total_seconds() / POINTS / 20, LEAST_FRESH_S), LEAST_REFRESH_S)
+    board = await request.app[CONSOLE].answers.get(
+        (tenant, question.link()), fresh_s, lambda: _board(request, question, tenant)
     )
+    if request.query.get("format") == "json":
+        told = {"charts": board.charts, "facts": _facts(board.view.total)}
+        return web.Response(body=await asyncio.to_thread(msgspec.json.encode, told), content_type="application/json")
+    view, top = board.view, board.top
     return render(
         request,
         "dashboard.html",
@@ -124,16 +140,24 @@ async def _answer(request: web.Request, question: Question, tenant: str | None) 
         compare=question.compare,
         adapter=question.adapter,
         adapters=_choices(top, question.adapter) if tenant else [],
-        charts=charts_of(view) | engine_charts,
+        charts=board.charts,
         total=view.total,
         changes=changes(view.total, view.previous_total),
         top=top,
         by=question.by,
         orders=ORDERS.items(),
-        refresh_s=SERIES_FRESH_S,
+        refresh_s=board.refresh_s,
         live_url=LIVE_TENANT.replace("{tenant}", quote(tenant)) if tenant else LIVE_ALL,
         engine_charts=ENGINE_CHARTS if tenant is None else (),
     )
+
+
+async def _board(request: web.Request, question: Question, tenant: str | None) -> Board:
+    """What needs the catalog is asked for at once."""
+    view, engine_charts, top = await asyncio.gather(
+        _series(request, question, tenant), _engine_charts(request, question, tenant), _top(request, question, tenant)
+    )
+    return Board(view, charts_of(view) | engine_charts, top)
 
 
 async def _series(request: web.Request, question: Question, tenant: str | None) -> SeriesView:
