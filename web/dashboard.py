@@ -20,7 +20,7 @@ from stencilpress.web.live import ALL as LIVE_ALL
 from stencilpress.web.live import TENANT as LIVE_TENANT
 from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.panels import ENGINE_CHARTS, Chart, changes, charts_of, engine_charts_of
-from stencilpress.web.span import RANGES, Shown, shown_span
+from stencilpress.web.span import RANGES, Span, shown_span
 from stencilpress.web.visitor import visitor_of
 
 ALL = f"{PREFIX}/"
@@ -44,7 +44,7 @@ TOP_ROWS = 20
 class Question:
     """What the page is asked to show."""
 
-    span: Shown
+    span: Span
     adapter: str
     compare: bool
     by: str
