@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from urllib.parse import quote, urlencode
 from zoneinfo import available_timezones
@@ -101,9 +102,15 @@ async def _settings(request: web.Request, error: ApiError | None = None, form: S
         form=form or held,
         errors=errors_of(error),
         modules=TARGET_MODULES,
-        zones=sorted(available_timezones()),
+        zones=_time_zones(),
         **await _use(request, tenant.name),
     )
+
+
+@functools.cache
+def _time_zones() -> list[str]:
+    """It looks through the system's files."""
+    return sorted(available_timezones())
 
 
 async def _use(request: web.Request, tenant: str) -> dict[str, Any]:
