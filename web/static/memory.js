@@ -7,7 +7,7 @@ const POLL_MS = 2000;
 const HEIGHT_PX = 420; // at most; pages shrink to fit
 const MAX_ROWS = 200;
 const SHADES = 6;
-const KINDS = { adapter: "adapter", kv: "keys and values", cached: "kept prompts", quarantined: "waiting for a step", free: "free" };
+const KINDS = { adapter: "adapter", kv: "keys and values", cached: "prefix cache", quarantined: "waiting for a step", free: "free" };
 
 const map = document.getElementById("map"), canvas = map.querySelector("canvas"), tip = document.getElementById("map-tip");
 const pen = canvas.getContext("2d");
