@@ -9,8 +9,8 @@ import msgspec
 from aiohttp import web
 from multidict import MultiDictProxy
 
-from stencilpress.gateway.access import PERMISSIONS, Permission
-from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Severity, Unit
+from stencilpress.gateway.access import Permission
+from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Severity, Unit, find_kind
 from stencilpress.gateway.alerts.words import TITLES, quantity
 from stencilpress.gateway.api.admin import alerts
 from stencilpress.gateway.api.admin.alert_views import AlertView, NewWebhook, RuleSetting, RuleView, Trial
@@ -21,7 +21,7 @@ from stencilpress.web.console import PREFIX
 from stencilpress.web.firing import FIRING
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
-from stencilpress.web.visitor import visitor_of
+from stencilpress.web.visitor import may_of
 
 ALL = f"{PREFIX}/alerts"
 OF_TENANT = f"{PREFIX}/t/{{tenant}}/alerts"
@@ -102,8 +102,7 @@ async def _show(
     request: web.Request, view: View | None = None, error: ApiError | None = None, form: Shown | None = None
 ) -> web.Response:
     tenant = tenant_of(request).name if "tenant" in request.match_info else None
-    may_edit = Permission.WRITE in PERMISSIONS[visitor_of(request).role]
-    views = [one for one in VIEWS if one != "webhook" or may_edit]
+    views = [one for one in VIEWS if one != "webhook" or may_of(request).write]
     asked: View = next((one for one in views if one == request.query.get("view")), "now")
     chosen = view or asked
     return render(
@@ -116,7 +115,6 @@ async def _show(
         at=_at(tenant),
         view=chosen,
         views=[(one, VIEWS[one]) for one in views],
-        may_edit=may_edit,
         errors=errors_of(error),
         form=form or Shown(),
         **await _READERS[chosen](request, tenant),
@@ -175,7 +173,7 @@ async def _change_rule(request: web.Request) -> web.Response:
     tenant = tenant_of(request).name if "tenant" in request.match_info else None
     request[_ADAPTER] = adapter = form.get("adapter", "").strip() if tenant is not None else ""
     put, delete = _rule_operations(tenant, adapter)
-    kind = _kind_of(request)
+    kind = find_kind(request.match_info["kind"])
     parts: dict[str, Any] = {"kind": kind.value, **({"adapter": adapter} if adapter else {})}
     title = TITLES[kind]
     if "reset" in form:
@@ -189,14 +187,6 @@ async def _change_rule(request: web.Request) -> web.Response:
     except ApiError as error:
         return await _show(request, "rules", error, shown_again(form))
     return redirect(request, _at(tenant, "rules"), f"“{title}” has been changed.")
-
-
-def _kind_of(request: web.Request) -> Kind:
-    """Raises :class:`NotFoundError`."""
-    kind = request.match_info["kind"]
-    if kind not in set(Kind):
-        raise NotFoundError(f"kind: {kind[:64]!r} does not exist", param="kind")
-    return Kind(kind)
 
 
 def _rule_operations(tenant: str | None, adapter: str) -> tuple[Operation, Operation]:
