@@ -20,8 +20,9 @@ BUSY_TIMEOUT_MS = 5000
 """How long a statement waits for a lock or a connection before the catalog counts as unavailable."""
 STATEMENT_TIMEOUT_MS = 10_000
 UNSTORABLE = "A value is too large, or holds a character that cannot be stored."
-_UNWRITABLE = frozenset({"22003", "22008", "22021", "22P05"})
-"""Of SQLSTATE: numbers and times out of range, and characters that no text of PostgreSQL holds, such as NUL."""
+_UNWRITABLE = frozenset({"22000", "22003", "22008", "22021", "22P05"})
+"""Of SQLSTATE: what asyncpg cannot write for the server, numbers and times out of range, and characters that no text of
+PostgreSQL holds, such as NUL."""
 _WRITES = "stencilpress_writes"
 _SQLITE_FILE = "sqlite:///"
 
@@ -140,7 +141,6 @@ async def _outages_named() -> AsyncIterator[None]:
 
 
 def _is_of_a_value(error: DBAPIError) -> bool:
-    """Whether the database is well and there is merely no way to write a value that was asked for: says asyncpg before
-    it sends it, or PostgreSQL."""
+    """Whether the database is well and there is merely no way to write a value that was asked for."""
     cause = error.orig.__cause__ if error.orig is not None else None
-    return isinstance(cause, ValueError | OverflowError) or getattr(cause, "sqlstate", None) in _UNWRITABLE
+    return getattr(cause, "sqlstate", None) in _UNWRITABLE
