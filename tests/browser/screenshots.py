@@ -11,6 +11,7 @@ import contextlib
 import io
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,12 +54,12 @@ async def main(wanted: list[str]) -> None:
         models = data / "v1" / "models"
         models.mkdir(parents=True)
         (models / NAME).symlink_to(demo_base_folder(), target_is_directory=True)
-        with serving(data, max_model_len="1024", gateways="1", pool_bytes=str(256 << 20)) as server:
+        with serving(data, max_model_len="1024", gateways="1", pool_bytes=str(128 << 20)) as server:
             async with Database(f"sqlite:///{data / 'v1' / 'catalog.db'}") as db, asyncio.TaskGroup() as group:
-                await example.people(db)
+                keys = await example.people(db)
                 await asyncio.to_thread(upload, data)
                 await example.traffic(db)
-                traffic = group.create_task(ask_for_ever(server))
+                traffic = group.create_task(ask_for_ever(server, keys))
                 await shoot(server, wanted or list(PAGES))
                 traffic.cancel()
 
@@ -77,11 +78,11 @@ def upload(data: Path) -> None:
         )  # fmt: skip
 
 
-async def ask_for_ever(server: Server) -> None:
+async def ask_for_ever(server: Server, keys: Mapping[str, str]) -> None:
     """A few requests at a time, so that there is something to see."""
 
-    async def one(model: str) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as api:
+    async def one(key: str, model: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as api:
             while True:
                 with contextlib.suppress(openai.APIError):
                     await api.chat.completions.create(
@@ -89,8 +90,8 @@ async def ask_for_ever(server: Server) -> None:
                     )
 
     async with asyncio.TaskGroup() as group:
-        for model in ("support", "pirate", "terse"):
-            group.create_task(one(model))
+        for tenant, adapters in example.ADAPTERS.items():
+            group.create_task(one(keys[tenant], adapters[0]))
 
 
 async def shoot(server: Server, names: list[str]) -> None:
