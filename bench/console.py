@@ -1,8 +1,8 @@
-"""How long the admin API's lists take on a large catalog in PostgreSQL, over HTTP, with all that a request costs.
+"""How long the admin API's lists and the console's pages take on a large catalog in PostgreSQL, over HTTP.
 
 ``python -m bench console [--keys N] [--audit N] [--usage N] [--rounds N] [--only PATTERN] [--record]`` starts a
 PostgreSQL of its own, fills it, and asks every list and every single object of the admin API: first pages, full pages,
-and pages far behind.
+and pages far behind; then for every page of the console. A time has in it all that a request costs.
 One tenant holds half of everything. A list is one more case as soon as the API has it.
 """
 
@@ -28,7 +28,7 @@ from typing import Any
 
 import asyncpg
 
-from bench import console_series
+from bench import console_pages, console_series
 from bench.results import Result, record
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.api.admin.openapi import query_parameters
@@ -36,6 +36,7 @@ from stencilpress.gateway.api.admin.operation import JSON, Operation
 from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.sampling import server_name
+from stencilpress.web.app import mount_console
 from tests.fakes.engine import FakeEngine
 from tests.integration.gateway_harness import Gateway, running_gateway
 
@@ -131,13 +132,14 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
         "usage_requests": given.usage,
     }
     with tempfile.TemporaryDirectory() as folder:
-        async with running_gateway(Path(folder), database_url=url) as gateway:
+        async with running_gateway(Path(folder), database_url=url, mounts=[mount_console]) as gateway:
             cases = [case for one in OPERATIONS for case in _cases(one) if re.search(given.only, case.name)]
             await _fill(url, counts, server_name(gateway.services.settings), gateway.engine)
             token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
             gc.collect()
             gc.freeze()  # as a gateway's process does once it is set up
-            return [await _one(gateway, token, case, given.rounds, counts) for case in cases]
+            found = [await _one(gateway, token, case, given.rounds, counts) for case in cases]
+            return found + await _pages(gateway, given, counts)
 
 
 async def _fill(url: str, counts: dict[str, int], server: str, engine: FakeEngine) -> None:
@@ -178,6 +180,25 @@ def _cases(operation: Operation) -> Iterator[Case]:
         yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
 
 
+async def _pages(gateway: Gateway, given: argparse.Namespace, counts: dict[str, int]) -> list[Result]:
+    """Each page of the console, to the last byte of its HTML."""
+    http, found = await console_pages.signed_in(gateway), []
+    for pattern in console_pages.PATHS:
+        if not re.search(given.only, pattern):
+            continue
+        samples: list[float] = []
+        for number in range(given.rounds + WARM_UP):
+            started = time.perf_counter()
+            async with http.get(gateway.url + pattern.format(tenant=BIG, adapter="adapter-2")) as answer:
+                text = await answer.text()
+            if answer.status != 200:
+                raise RuntimeError(f"{pattern} answered {answer.status}: {text[:2000]}")
+            if number >= WARM_UP:
+                samples.append((time.perf_counter() - started) * 1000)
+        found.append(_result(pattern, samples, counts))
+    return found
+
+
 async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:
     samples: list[float] = []
     follow = case.name.endswith("far behind")
@@ -190,16 +211,20 @@ async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: di
         await _get(gateway, token, f"{case.path}?after={after}" if follow else case.path)
         if number >= WARM_UP:
             samples.append((time.perf_counter() - started) * 1000)
+    return _result(case.name, samples, counts)
+
+
+def _result(case: str, samples: list[float], counts: dict[str, int]) -> Result:
     p95 = statistics.quantiles(samples, n=20, method="inclusive")[-1]
     return Result(
         bench="console",
-        case=case.name,
+        case=case,
         metric="p95",
         value=round(p95, 2),
         unit="ms",
         floor=None,
         system="stencilpress",
-        repeats=rounds,
+        repeats=len(samples),
         spread=[round(min(samples), 2), round(max(samples), 2)],
         device=f"cpu{os.cpu_count()}",
         settings=dict(counts),

@@ -11,8 +11,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 INTRO = """# Benchmarks
 
 Medians of the newest run of each case, written by `python -m bench report` from `bench/results/`. *Limit* is what
-reading the bytes of a step at the same machine's measured bandwidth would allow. Absolute figures drift with a
-machine's neighbours, so peers are measured in the same run, round by round.
+reading the bytes of a step at the same machine's measured bandwidth would allow; of `first-use-page-cache` its slowest
+stage; of `slora` the time of five adapters and what reading the further weights of each step takes. Absolute figures
+drift with a machine's neighbours, so peers are measured in the same run, round by round.
 
 | command | measures |
 |---|---|

@@ -85,10 +85,6 @@ class ImageHeader:
     payload_checksum: int
 
     @property
-    def num_slices(self) -> int:
-        return sum(record.rank for record in self.records)
-
-    @property
     def max_rank(self) -> int:
         return max(record.rank for record in self.records)
 

@@ -1,4 +1,4 @@
-"""What a key may do: roles, permissions, scopes; and who an audit entry names. Pure."""
+"""What a key or a person may do: roles, permissions, scopes; and who an audit entry names. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCOPE_ROUTES = (
 
 
 class Role(StrEnum):
-    """Of a key. Only an operator's reaches beyond its own tenant."""
+    """Of a key or a person. Only an operator's reaches beyond its own tenant."""
 
     OPERATOR = "operator"
     ADMIN = "admin"
@@ -82,10 +82,13 @@ EVERYTHING = Scopes()
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who makes a change, with what right, and from where. ``tenant_id`` is the key's; None in the operator's shell."""
+    """Who makes a change, with what right, and from where.
+
+    ``tenant_id`` is the key's or the person's; None in the operator's shell.
+    """
 
     name: str
-    """``key:<public id>``, ``cli:<user>``, or ``system``."""
+    """``key:<public id>``, ``user:<e-mail address>``, ``cli:<user>``, ``system``, or ``anonymous``."""
     role: Role
     tenant_id: int | None = None
     scopes: Scopes = EVERYTHING

@@ -12,6 +12,7 @@ import msgspec
 from stencilpress.engine.messages import Stats
 from stencilpress.gateway.engine_view import EngineNow
 from stencilpress.gateway.live_counts import LiveSlice, LiveTenant
+from stencilpress.gateway.usage.engine_sums import NOTHING
 from stencilpress.gateway.usage.histogram import Counts, add, quantiles
 
 LATENCY_PICTURES = 15
@@ -125,7 +126,7 @@ class Sampler:
         return LatencyNow(*(None if ms is None else round(ms, 3) for ms in quantiles(counts, (0.5, 0.95, 0.99))))
 
     def _engine(self, now: EngineNow, seconds: float) -> EngineLine:
-        stats, generation = now.stats or _SILENT, now.welcome.generation if now.welcome is not None else None
+        stats, generation = now.stats or NOTHING, now.welcome.generation if now.welcome is not None else None
         before = self._stats.get(now.engine)
         self._stats[now.engine] = (generation, stats)
         known = before is not None and before[0] == generation and before[1].steps <= stats.steps
@@ -174,7 +175,6 @@ def _mean(before: Mapping[int, int], now: Mapping[int, int]) -> float | None:
     return round(total / steps, 2) if steps > 0 else None
 
 
-_SILENT = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 _GAUGES = (
     "running",
     "waiting",

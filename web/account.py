@@ -80,7 +80,7 @@ async def _account(request: web.Request, error: ApiError | None = None) -> web.R
         "accounts/account.html",
         title="Account",
         section="account",
-        status=200 if error is None else 422,
+        status=200 if error is None else error.status,
         user=None if known is None else known.user,
         sessions=sessions,
         browsers={one.public_id: browser_name(one.user_agent) for one in sessions},

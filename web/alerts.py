@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from multidict import MultiDictProxy
 
-from stencilpress.gateway.access import PERMISSIONS, Permission
+from stencilpress.gateway.access import Permission
 from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Severity, Unit
 from stencilpress.gateway.alerts.words import TITLES, quantity
 from stencilpress.gateway.api.admin import alerts
@@ -21,7 +21,7 @@ from stencilpress.web.console import PREFIX
 from stencilpress.web.firing import FIRING
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
-from stencilpress.web.visitor import visitor_of
+from stencilpress.web.visitor import may_of
 
 ALL = f"{PREFIX}/alerts"
 OF_TENANT = f"{PREFIX}/t/{{tenant}}/alerts"
@@ -102,8 +102,7 @@ async def _show(
     request: web.Request, view: View | None = None, error: ApiError | None = None, form: Shown | None = None
 ) -> web.Response:
     tenant = tenant_of(request).name if "tenant" in request.match_info else None
-    may_edit = Permission.WRITE in PERMISSIONS[visitor_of(request).role]
-    views = [one for one in VIEWS if one != "webhook" or may_edit]
+    views = [one for one in VIEWS if one != "webhook" or may_of(request).write]
     asked: View = next((one for one in views if one == request.query.get("view")), "now")
     chosen = view or asked
     return render(
@@ -116,7 +115,6 @@ async def _show(
         at=_at(tenant),
         view=chosen,
         views=[(one, VIEWS[one]) for one in views],
-        may_edit=may_edit,
         errors=errors_of(error),
         form=form or Shown(),
         **await _READERS[chosen](request, tenant),

@@ -32,6 +32,7 @@ from stencilpress.web import (
     tenants,
     usage,
 )
+from stencilpress.web.answers import SharedAnswers
 from stencilpress.web.console import CONSOLE, Console
 from stencilpress.web.firing import mount_firing
 from stencilpress.web.formats import FILTERS
@@ -71,6 +72,7 @@ def mount_console(app: web.Application) -> None:
     app[CONSOLE] = Console(
         sessions=SessionRing(services.db, services.changes, lasts, idle),
         passwords=Passwords(),
+        answers=SharedAnswers(),
         templates=templates(),
         static=static,
         provider=provider_of(settings),

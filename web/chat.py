@@ -10,14 +10,14 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from stencilpress.gateway.access import PERMISSIONS, Permission
+from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.catalog.adapters import list_shared
 from stencilpress.gateway.names import DEFAULT_ALIAS
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import PREFIX
 from stencilpress.web.page import page, render, tenant_of
-from stencilpress.web.visitor import visitor_of
+from stencilpress.web.visitor import may_of, visitor_of
 
 SOCKET = f"{PREFIX}/chat/ws"
 
@@ -56,7 +56,7 @@ CONTROLS = (
 async def chat(request: web.Request) -> web.StreamResponse:
     """Who may look and not call is told so in place of the composer."""
     tenant, visitor, services = tenant_of(request), visitor_of(request), request.app[SERVICES]
-    refusal = _refusal(visitor.role in _CALLERS, visitor.tenant == tenant.name)
+    refusal = _refusal(may_of(request).call, visitor.tenant == tenant.name)
     shared = () if refusal else await list_shared(services.db, tenant.id)
     return render(
         request,
@@ -74,9 +74,6 @@ async def chat(request: web.Request) -> web.StreamResponse:
             "shared": [adapter.name for adapter in shared if DEFAULT_ALIAS in adapter.aliases],
         },
     )
-
-
-_CALLERS = frozenset(role for role, permissions in PERMISSIONS.items() if Permission.CALL in permissions)
 
 
 def _refusal(may_call: bool, own: bool) -> str:

@@ -10,6 +10,7 @@ from jinja2 import Environment
 from stencilpress.gateway.accounts.oidc import Provider
 from stencilpress.gateway.accounts.passwords import Passwords
 from stencilpress.gateway.accounts.sessions import SessionRing
+from stencilpress.web.answers import SharedAnswers
 from stencilpress.web.static import StaticFiles
 
 PREFIX = "/console"
@@ -22,6 +23,7 @@ class Console:
 
     sessions: SessionRing
     passwords: Passwords
+    answers: SharedAnswers
     templates: Environment
     static: StaticFiles
     paths: frozenset[str]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -14,13 +14,13 @@ from stencilpress.gateway.api.admin import engines, series
 from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import CONSOLE, PREFIX
 from stencilpress.web.formats import milliseconds, number, percent
 from stencilpress.web.live import ALL as LIVE_ALL
 from stencilpress.web.live import TENANT as LIVE_TENANT
 from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.panels import ENGINE_CHARTS, Chart, changes, charts_of, engine_charts_of
-from stencilpress.web.span import RANGES, Shown, shown_span
+from stencilpress.web.span import RANGES, Span, shown_span
 from stencilpress.web.visitor import visitor_of
 
 ALL = f"{PREFIX}/"
@@ -33,8 +33,10 @@ ORDERS = {
 }
 DEFAULT_ORDER = "tokens"
 POINTS = 120
-SERIES_FRESH_S = 15
+LEAST_REFRESH_S, MOST_REFRESH_S = 15.0, 300.0
 """How often an open page asks again; roll-ups are some seconds behind."""
+LEAST_FRESH_S = 2.0
+"""Visitors who come within so long of each other see the same."""
 TOP_ROWS = 20
 
 
@@ -42,7 +44,7 @@ TOP_ROWS = 20
 class Question:
     """What the page is asked to show."""
 
-    span: Shown
+    span: Span
     adapter: str
     compare: bool
     by: str
@@ -90,27 +92,39 @@ async def show_all(request: web.Request) -> web.StreamResponse:
     visitor = visitor_of(request)
     if visitor.role is not Role.OPERATOR:
         return redirect(request, TENANT.replace("{tenant}", quote(visitor.tenant)))
-    question = Question.of(request)
-    view: SeriesView = await ask(request, series.get_series, query=_series_query(question))
-    return await _answer(request, question, view, None)
+    return await _answer(request, Question.of(request), None)
 
 
 @page(Permission.READ)
 async def show_tenant(request: web.Request) -> web.StreamResponse:
-    question, name = Question.of(request), tenant_of(request).name
-    query = _series_query(question) | ({"adapter": question.adapter} if question.adapter else {})
-    view: SeriesView = await ask(request, series.get_tenant_series, tenant=name, query=query)
-    return await _answer(request, question, view, name)
+    return await _answer(request, Question.of(request), tenant_of(request).name)
 
 
-async def _answer(request: web.Request, question: Question, view: SeriesView, tenant: str | None) -> web.Response:
+@dataclass(frozen=True, slots=True)
+class Board:
+    """What a dashboard shows. ``charts`` are by the ids of their figures."""
+
+    view: SeriesView
+    charts: dict[str, Chart]
+    top: list[TopRow]
+
+    @property
+    def refresh_s(self) -> float:
+        """How often a page that follows asks again: a few times a point, since nothing else changes."""
+        return min(max(self.view.step_s / 4, LEAST_REFRESH_S), MOST_REFRESH_S)
+
+
+async def _answer(request: web.Request, question: Question, tenant: str | None) -> web.Response:
     """The page, or for its script what changes on it."""
-    charts = charts_of(view) | (await _engine_charts(request, question) if tenant is None else {})
+    span = question.span
+    fresh_s = min(max((span.end - span.start).total_seconds() / POINTS / 20, LEAST_FRESH_S), LEAST_REFRESH_S)
+    board = await request.app[CONSOLE].answers.get(
+        (tenant, question.link()), fresh_s, lambda: _board(request, question, tenant)
+    )
     if request.query.get("format") == "json":
-        return web.Response(
-            body=msgspec.json.encode({"charts": charts, "facts": _facts(view.total)}), content_type="application/json"
-        )
-    top = await _top(request, question, tenant)
+        told = {"charts": board.charts, "facts": _facts(board.view.total)}
+        return web.Response(body=await asyncio.to_thread(msgspec.json.encode, told), content_type="application/json")
+    view, top = board.view, board.top
     return render(
         request,
         "dashboard.html",
@@ -126,19 +140,40 @@ async def _answer(request: web.Request, question: Question, view: SeriesView, te
         compare=question.compare,
         adapter=question.adapter,
         adapters=_choices(top, question.adapter) if tenant else [],
-        charts=charts,
+        charts=board.charts,
         total=view.total,
         changes=changes(view.total, view.previous_total),
         top=top,
         by=question.by,
         orders=ORDERS.items(),
-        refresh_s=SERIES_FRESH_S,
+        refresh_s=board.refresh_s,
         live_url=LIVE_TENANT.replace("{tenant}", quote(tenant)) if tenant else LIVE_ALL,
         engine_charts=ENGINE_CHARTS if tenant is None else (),
     )
 
 
-async def _engine_charts(request: web.Request, question: Question) -> dict[str, Chart]:
+async def _board(request: web.Request, question: Question, tenant: str | None) -> Board:
+    """What needs the catalog is asked for at once."""
+    view, engine_charts, top = await asyncio.gather(
+        _series(request, question, tenant), _engine_charts(request, question, tenant), _top(request, question, tenant)
+    )
+    return Board(view, charts_of(view) | engine_charts, top)
+
+
+async def _series(request: web.Request, question: Question, tenant: str | None) -> SeriesView:
+    span = question.span
+    query = {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
+    if tenant is not None and question.adapter:
+        query["adapter"] = question.adapter
+    operation = series.get_series if tenant is None else series.get_tenant_series
+    view: SeriesView = await ask(request, operation, tenant=tenant, query=query)
+    return view
+
+
+async def _engine_charts(request: web.Request, question: Question, tenant: str | None) -> dict[str, Chart]:
+    """None beside a tenant's: engines are the operators'."""
+    if tenant is not None:
+        return {}
     span = question.span
     query = {"start": span.start, "end": span.end, "points": POINTS}
     return engine_charts_of(await ask(request, engines.get_engine_series, engine="all", query=query))
@@ -150,11 +185,6 @@ async def _top(request: web.Request, question: Question, tenant: str | None) -> 
     operation = series.get_tenant_top if tenant else series.get_top
     found: TopView = await ask(request, operation, tenant=tenant, query=query)
     return found.data
-
-
-def _series_query(question: Question) -> dict[str, Any]:
-    span = question.span
-    return {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
 
 
 def _choices(top: list[TopRow], chosen: str) -> list[tuple[str, str]]:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from stencilpress.web.visitor import cookie_name, csrf_token, drop_cookie, set_cookie
 
+Kind = Literal["ok", "info", "warn", "bad"]
 MAX_CHARS = 300
 _MAX_LINES = 5
 _SHOWN_FOR_S = 60
 _NEW = web.RequestKey("new_flashes", list)
 _SHOWN = web.RequestKey("flashes_shown", bool)
-_Lines = list[tuple[str, str]]
+_Lines = list[tuple[Kind, str]]
 
 
-def flash(request: web.Request, kind: str, text: str) -> None:
-    """Show a line on the next page; ``kind`` is ``ok``, ``info``, ``warn`` or ``bad``. Never a secret."""
+def flash(request: web.Request, kind: Kind, text: str) -> None:
+    """Show a line on the next page. Never a secret."""
     request.setdefault(_NEW, []).append((kind, text[:MAX_CHARS]))
 
 

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode
 
 from aiohttp import web
 
-from stencilpress.gateway.access import PERMISSIONS, SCOPE_ROUTES, Permission, Role
+from stencilpress.gateway.access import SCOPE_ROUTES, Permission
 from stencilpress.gateway.api.admin import keys
 from stencilpress.gateway.api.admin.operation import Page
 from stencilpress.gateway.api.admin.views import IssuedKeyView, KeyView, NewKey, Rotation
@@ -17,7 +17,7 @@ from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.forms import FormError, Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
-from stencilpress.web.visitor import visitor_of
+from stencilpress.web.visitor import may_of
 
 LIST = f"{PREFIX}/t/{{tenant}}/keys"
 OVERLAPS = (
@@ -67,10 +67,9 @@ async def _list(
     error: ApiError | None = None,
     form: Shown | None = None,
 ) -> web.Response:
-    tenant, visitor = tenant_of(request), visitor_of(request)
+    tenant = tenant_of(request)
     query: dict[str, Any] = {"after": request.query["after"]} if request.query.get("after") else {}
     found: Page[KeyView] = await ask(request, keys.list_keys, tenant=tenant.name, query=query)
-    granted = [role for role in Role if PERMISSIONS[role] <= PERMISSIONS[visitor.role]]
     return render(
         request,
         "tenants/keys.html",
@@ -83,8 +82,7 @@ async def _list(
         issued=issued,
         rotated=rotated,
         now=datetime.now(UTC),
-        may_edit=Permission.WRITE in PERMISSIONS[visitor.role],
-        roles=[role.value for role in reversed(granted)],
+        roles=[role.value for role in may_of(request).grant],
         routes=SCOPE_ROUTES,
         overlaps=OVERLAPS,
         form=form or Shown(routes=[]),

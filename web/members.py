@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from stencilpress.gateway.access import PERMISSIONS, Permission, Role
+from stencilpress.gateway.access import Permission, Role
 from stencilpress.gateway.accounts.links import invite, reset_link
 from stencilpress.gateway.catalog.account_models import MAX_EMAIL_CHARS
 from stencilpress.gateway.catalog.users import User, change_role, disable_user, enable_user, list_users
@@ -19,7 +19,7 @@ from stencilpress.web.console import PREFIX
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.place import public_url
-from stencilpress.web.visitor import actor_of, visitor_of
+from stencilpress.web.visitor import actor_of, may_of, visitor_of
 
 LIST = f"{PREFIX}/t/{{tenant}}/members"
 MAX_SHOWN = 500
@@ -105,14 +105,13 @@ async def _list(
     form: Shown | None = None,
 ) -> web.Response:
     """The page. ``issued`` is a link to show this once, with whom it is for."""
-    tenant, visitor = tenant_of(request), visitor_of(request)
+    tenant = tenant_of(request)
     users = await list_users(request.app[SERVICES].db, tenant.name, actor=actor_of(request), limit=MAX_SHOWN + 1)
     context: dict[str, Any] = {
         "users": users[:MAX_SHOWN],
         "more": len(users) > MAX_SHOWN,
         "states": {user.public_id: _state(user) for user in users},
-        "roles": [role.value for role in (Role.VIEWER, Role.ADMIN, Role.OPERATOR) if _may_grant(visitor.role, role)],
-        "may_edit": Permission.WRITE in PERMISSIONS[visitor.role],
+        "roles": [role.value for role in may_of(request).grant if role is not Role.CALLER],
         "issued": issued,
         "invited": invited,
         "errors": errors_of(error),
@@ -124,13 +123,9 @@ async def _list(
         title="Members",
         section="members",
         tenant=tenant.name,
-        status=200 if error is None else 422,
+        status=200 if error is None else error.status,
         **context,
     )
-
-
-def _may_grant(own: Role, role: Role) -> bool:
-    return PERMISSIONS[role] <= PERMISSIONS[own]
 
 
 def _state(user: User) -> tuple[str, str]:

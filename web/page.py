@@ -17,9 +17,9 @@ from stencilpress.gateway.middleware import REQUEST_ID
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE, PREFIX
 from stencilpress.web.firing import FIRING
-from stencilpress.web.flash import flash, take_flashes
+from stencilpress.web.flash import Kind, flash, take_flashes
 from stencilpress.web.nav import menu
-from stencilpress.web.visitor import csrf_token, find_visitor, principal_of, visitor_of
+from stencilpress.web.visitor import csrf_token, find_visitor, may_of, principal_of, visitor_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SIGN_IN = f"{PREFIX}/sign-in"
@@ -86,6 +86,7 @@ def render(
         "section": section,
         "tenant": tenant,
         "visitor": visitor,
+        "may": may_of(request),
         "csrf": csrf_token(request),
         "flashes": take_flashes(request),
         "nav": menu(visitor, section, tenant, console.paths, request.app[FIRING].counts()),
@@ -95,7 +96,7 @@ def render(
     return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
 
-def redirect(request: web.Request, location: str, text: str = "", kind: str = "ok") -> web.Response:
+def redirect(request: web.Request, location: str, text: str = "", kind: Kind = "ok") -> web.Response:
     """Go to another page of ours after a form, which may show ``text``."""
     if text:
         flash(request, kind, text)

@@ -40,7 +40,7 @@ def _form(request: web.Request, link: Link, email: str = "", error: ApiError | N
         request,
         "accounts/link.html",
         title=TITLES[link.kind],
-        status=200 if error is None else 422,
+        status=200 if error is None else error.status,
         link=link,
         email=email[:254],
         errors=errors_of(error),

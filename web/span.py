@@ -20,7 +20,7 @@ DEFAULT = "1h"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Span:
     """``label`` is one of :data:`RANGES`, or empty for a fixed time."""
 
     label: str
@@ -33,19 +33,19 @@ class Shown:
         return bool(self.label)
 
 
-def shown_span(request: web.Request, now: datetime | None = None) -> Shown:
+def shown_span(request: web.Request, now: datetime | None = None) -> Span:
     """By the parameters ``range``, or ``start`` and ``end``. Raises :class:`InvalidRequestError`."""
     query, now = request.query, now or datetime.now(UTC)
     if "start" in query or "end" in query:
         start, end = _instant(query.get("start", ""), "start"), _instant(query.get("end", ""), "end")
         if start >= end:
             raise InvalidRequestError("start: is not before the end", param="start")
-        return Shown("", start, end)
+        return Span("", start, end)
     label = query.get("range", DEFAULT)
     if label not in RANGES:
         raise InvalidRequestError(f"range: is not one of {', '.join(RANGES)}", param="range")
     end = now.replace(second=0, microsecond=0) + timedelta(minutes=1)
-    return Shown(label, end - RANGES[label], end)
+    return Span(label, end - RANGES[label], end)
 
 
 def _instant(text: str, name: str) -> datetime:

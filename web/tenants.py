@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from urllib.parse import quote, urlencode
 from zoneinfo import available_timezones
 
 from aiohttp import web
 
-from stencilpress.gateway.access import PERMISSIONS, Permission
+from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin import tenants
 from stencilpress.gateway.api.admin.operation import Operation, Page
 from stencilpress.gateway.api.admin.views import LimitChanges, NewTenant, QuotaView, TenantView
@@ -18,7 +19,6 @@ from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
-from stencilpress.web.visitor import visitor_of
 
 LIST = f"{PREFIX}/tenants"
 SETTINGS = f"{PREFIX}/t/{{tenant}}/settings"
@@ -101,11 +101,16 @@ async def _settings(request: web.Request, error: ApiError | None = None, form: S
         plan=plan,
         form=form or held,
         errors=errors_of(error),
-        may_edit=Permission.OPERATE in PERMISSIONS[visitor_of(request).role],
         modules=TARGET_MODULES,
-        zones=sorted(available_timezones()),
+        zones=_time_zones(),
         **await _use(request, tenant.name),
     )
+
+
+@functools.cache
+def _time_zones() -> list[str]:
+    """It looks through the system's files."""
+    return sorted(available_timezones())
 
 
 async def _use(request: web.Request, tenant: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ makes a new session with a new token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from stencilpress.gateway.access import Actor, Role
+from stencilpress.gateway.access import PERMISSIONS, Actor, Permission, Role
 from stencilpress.gateway.accounts.tokens import is_token, new_token
 from stencilpress.gateway.catalog.sessions import SignedIn
 from stencilpress.gateway.errors import AuthenticationError
@@ -40,6 +41,17 @@ class Visitor:
     tenant_id: int
     session_id: str
     csrf: str
+
+
+@dataclass(frozen=True, slots=True)
+class May:
+    """What the visitor may do, for pages to leave out what would be refused."""
+
+    write: bool = False
+    operate: bool = False
+    call: bool = False
+    grant: Sequence[Role] = ()
+    """Roles that the visitor may give to others, the least first."""
 
 
 class SignedOutError(AuthenticationError):
@@ -95,6 +107,20 @@ def visitor_of(request: web.Request) -> Visitor:
 def csrf_token(request: web.Request) -> str:
     """What forms of this browser carry."""
     return csrf_of(request[_BINDING])
+
+
+def may_of(request: web.Request) -> May:
+    """Nothing for whoever is signed out."""
+    visitor = find_visitor(request)
+    if visitor is None:
+        return May()
+    held = PERMISSIONS[visitor.role]
+    return May(
+        write=Permission.WRITE in held,
+        operate=Permission.OPERATE in held,
+        call=Permission.CALL in held,
+        grant=[role for role in reversed(Role) if PERMISSIONS[role] <= held],
+    )
 
 
 async def caller_again(request: web.Request) -> Principal:

@@ -175,7 +175,7 @@ DEFINITIONS: Mapping[Kind, Definition] = {
             Scope.INSTALLATION,
             Unit.BYTES,
             True,
-            "Free bytes on the disk of the data folder",
+            "Free room on the disk of the data folder",
             _state(2.0 * (1 << 30), _CRITICAL),
             _PIB,
         ),

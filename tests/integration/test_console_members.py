@@ -49,7 +49,7 @@ async def test_the_first_operator_comes_by_the_link_of_the_start(tmp_path: Path)
         path = await first_path(gateway.services.db, "demo")
         browser = Browser(gateway)
         assert "the first operator, in the tenant demo" in (await browser.get(path)).words
-        refused = await browser.submit(path, 422, email="nonsense", password=PASSWORD, repeated=PASSWORD)
+        refused = await browser.submit(path, 400, email="nonsense", password=PASSWORD, repeated=PASSWORD)
         assert "is no e-mail address" in refused.words
         await browser.submit(path, email="first@example.com", password=PASSWORD, repeated=PASSWORD)
         assert (await browser.sign_in("first@example.com")).location == "/console/"
@@ -69,8 +69,8 @@ async def test_an_invitation_from_the_form_to_the_first_page(shared: Gateway) ->
     await person.submit(path, password=PASSWORD, repeated=PASSWORD)
     await person.sign_in(email)
     assert (await person.get(MEMBERS)).status == 200
-    assert "belongs to a user already" in (await admin.submit(MEMBERS, status=422, email=email, role="viewer")).words
-    assert "is no e-mail address" in (await admin.submit(MEMBERS, status=422, email="x", role="viewer")).words
+    assert "belongs to a user already" in (await admin.submit(MEMBERS, status=409, email=email, role="viewer")).words
+    assert "is no e-mail address" in (await admin.submit(MEMBERS, status=400, email="x", role="viewer")).words
 
 
 async def test_a_role_changes_and_the_session_ends(shared: Gateway) -> None:
@@ -97,7 +97,7 @@ async def test_a_role_changes_and_the_session_ends(shared: Gateway) -> None:
 async def test_operators_are_made_by_operators_alone(shared: Gateway) -> None:
     admin, operator = await signed_in(shared, Role.ADMIN), await signed_in(shared, Role.OPERATOR)
     viewer = await make_user(shared.services.db, Role.VIEWER)
-    assert "cannot grant" in (await admin.submit(MEMBERS, status=422, email="op@example.com", role="operator")).words
+    assert "cannot grant" in (await admin.submit(MEMBERS, status=403, email="op@example.com", role="operator")).words
     await admin.submit(f"{MEMBERS}/{viewer.public_id}/role", status=403, role="operator")
     assert 'value="operator"' not in (await admin.get(MEMBERS)).text
     await operator.submit("/console/t/other/members", status=200, email="op2@example.com", role="operator")

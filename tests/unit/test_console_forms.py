@@ -77,19 +77,19 @@ def test_an_error_of_an_operation_stands_beside_its_field() -> None:
 
 
 def test_the_menu_has_pages_that_exist_for_whom_they_are() -> None:
-    groups = menu(visitor(Role.OPERATOR), "adapters", None, EVERY_PATH)
+    groups = menu(visitor(Role.OPERATOR), "adapters", None, EVERY_PATH, {})
     assert [group.label for group in groups] == [""]
     assert [item.label for item in groups[0].items if item.current] == ["Adapters"]
-    general, tenant = menu(visitor(Role.OPERATOR), "adapters", "other", EVERY_PATH)
+    general, tenant = menu(visitor(Role.OPERATOR), "adapters", "other", EVERY_PATH, {})
     assert not [item for item in general.items if item.current]
     assert [item.href for item in tenant.items if item.current] == ["/console/t/other/adapters"]
-    [own] = menu(visitor(Role.ADMIN), "account", None, EVERY_PATH)
+    [own] = menu(visitor(Role.ADMIN), "account", None, EVERY_PATH, {})
     assert own.label == "acme"
     assert "Chat" in [item.label for item in own.items]
-    [viewers] = menu(visitor(Role.VIEWER), "usage", "acme", EVERY_PATH)
+    [viewers] = menu(visitor(Role.VIEWER), "usage", "acme", EVERY_PATH, {})
     assert "Chat" not in [item.label for item in viewers.items]
-    assert menu(visitor(Role.ADMIN), "", None, {"/console/tenants"}) == []
-    assert menu(None, "", None, EVERY_PATH) == []
+    assert menu(visitor(Role.ADMIN), "", None, {"/console/tenants"}, {}) == []
+    assert menu(None, "", None, EVERY_PATH, {}) == []
 
 
 @pytest.mark.parametrize(

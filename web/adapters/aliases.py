@@ -85,7 +85,7 @@ async def roll_back(request: web.Request) -> web.StreamResponse:
         text = problem.message
         if problem.code == "alias_moved":
             text = f"Nothing was rolled back: somebody has moved {alias} since you opened the page. Look at it again."
-        return redirect(request, back, text, "error")
+        return redirect(request, back, text, "bad")
     return redirect(request, back, f"{alias} points at {words.target(view.version, view.canary)} again.")
 
 
@@ -95,7 +95,7 @@ async def remove_alias(request: web.Request) -> web.StreamResponse:
     try:
         await _ask(request, operations.remove_alias, alias)
     except ApiError as error:
-        return redirect(request, back, shown_beside_form(error).message, "error")
+        return redirect(request, back, shown_beside_form(error).message, "bad")
     return redirect(request, back, f"{alias} is removed: requests that name it get a 404.")
 
 

@@ -44,7 +44,7 @@ async def restore_adapter(request: web.Request) -> web.StreamResponse:
     try:
         await ask(request, operations.restore_adapter, tenant=tenant, adapter=name)
     except ApiError as error:
-        return redirect(request, adapter_path(request), shown_beside_form(error).message, "error")
+        return redirect(request, adapter_path(request), shown_beside_form(error).message, "bad")
     return redirect(request, adapter_path(request), f"{name} is back in use, as it was.")
 
 

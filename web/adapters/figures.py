@@ -18,10 +18,12 @@ from stencilpress.gateway.engine_view import Seen
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.ask import ask
 from stencilpress.web.page import tenant_of
+from stencilpress.web.panels import line
+from stencilpress.web.span import RANGES
 
 K = TypeVar("K")
 
-SPANS = {"1h": timedelta(hours=1), "6h": timedelta(hours=6), "24h": timedelta(days=1), "7d": timedelta(days=7)}
+SPANS = {label: RANGES[label] for label in ("1h", "6h", "24h", "7d")}
 """What may be chosen, by the text of the choice."""
 _NEAREST = ("disk", "fetching", "host", "loading", "hbm")
 
@@ -100,7 +102,7 @@ def chart(
     id_: str, title: str, view: SeriesView, lines: Iterable[tuple[str, Sequence[float | None], int]], **options: Any
 ) -> Chart:
     """``lines`` are of label, values and colour."""
-    series = [{"label": label, "values": list(values), "color": color} for label, values, color in lines]
+    series = [line(*one) for one in lines]
     x = [int(moment.timestamp()) for moment in view.times]
     note = options.pop("note", "")
     return id_, title, note, {"x": x, "series": series, **options}

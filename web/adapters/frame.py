@@ -1,14 +1,12 @@
-"""What the pages of one adapter share: which one it is, what the visitor may do, the tabs."""
+"""What the pages of one adapter share: which one it is, its paths, the tabs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from aiohttp import web
 
-from stencilpress.gateway.access import PERMISSIONS, Permission
 from stencilpress.gateway.api.admin.adapter_views import AdapterView, VersionView
 from stencilpress.gateway.api.admin.adapters import get_adapter
 from stencilpress.gateway.errors import ApiError, NotFoundError, PermissionDeniedError
@@ -17,26 +15,11 @@ from stencilpress.web.adapters import words
 from stencilpress.web.ask import ask
 from stencilpress.web.console import PREFIX
 from stencilpress.web.page import render, tenant_of
-from stencilpress.web.visitor import visitor_of
 
 TENANT = f"{PREFIX}/t/{{tenant}}"
 LIST = f"{TENANT}/adapters"
 ADAPTER = f"{LIST}/{{adapter}}"
 SECTION = "adapters"
-
-
-@dataclass(frozen=True, slots=True)
-class May:
-    """What the visitor may do, for templates to leave out buttons that would be refused."""
-
-    write: bool
-    operate: bool
-    call: bool
-
-    @classmethod
-    def of(cls, request: web.Request) -> May:
-        held = PERMISSIONS[visitor_of(request).role]
-        return cls(Permission.WRITE in held, Permission.OPERATE in held, Permission.CALL in held)
 
 
 def home_of(tenant: str) -> str:
@@ -85,7 +68,6 @@ def show(
         "tab": tab,
         "home": home_of(tenant),
         "at": adapter_path(request),
-        "may": May.of(request),
         "prod": prod_version(adapter),
         "canaries": {one.canary.version for one in adapter.aliases if one.canary is not None},
         "w": words,

@@ -22,7 +22,7 @@ from stencilpress.gateway.catalog.tops import By, top_adapters, top_span
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.adapters import words
 from stencilpress.web.adapters.figures import STEPS, Place, Used, places_of, used_of
-from stencilpress.web.adapters.frame import LIST, SECTION, May, home_of
+from stencilpress.web.adapters.frame import LIST, SECTION, home_of
 from stencilpress.web.adapters.uploads import upload_command
 from stencilpress.web.console import PREFIX
 from stencilpress.web.page import page, render, tenant_of
@@ -140,7 +140,6 @@ async def _page(request: web.Request, tenant: str | None, tenant_id: int | None)
         next=wish.href(path, after=after) if after else None,
         toggle=wish.href(path, deleted="" if wish.deleted else "1"),
         by_number=wish.order in _BY_NUMBER,
-        may=May.of(request),
         command="" if tenant is None else upload_command(request, tenant, "NAME"),
         w=words,
     )

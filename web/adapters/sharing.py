@@ -13,10 +13,11 @@ from stencilpress.gateway.api.admin.adapter_views import ShareView
 from stencilpress.gateway.api.admin.operation import Operation
 from stencilpress.gateway.errors import ApiError
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web.adapters.frame import ADAPTER, May, adapter_path, find_adapter, show, shown_beside_form
+from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter, show, shown_beside_form
 from stencilpress.web.ask import ask
 from stencilpress.web.forms import errors_of, read_form
 from stencilpress.web.page import page, redirect, tenant_of
+from stencilpress.web.visitor import may_of
 
 KEEPING = {
     "pin": (operations.pin_adapter, "{} stays in the engines' memory."),
@@ -57,7 +58,7 @@ async def keep(request: web.Request) -> web.StreamResponse:
     try:
         await _ask(request, operation)
     except ApiError as error:
-        return redirect(request, _here(request), shown_beside_form(error).message, "error")
+        return redirect(request, _here(request), shown_beside_form(error).message, "bad")
     return redirect(request, _here(request), text.format(request.match_info["adapter"]))
 
 
@@ -79,7 +80,7 @@ async def _page(
 ) -> web.StreamResponse:
     adapter = await find_adapter(request)
     shares: list[ShareView] = []
-    if May.of(request).operate and adapter.deleted_at is None:
+    if may_of(request).operate and adapter.deleted_at is None:
         shares = (await _ask(request, operations.list_shares)).data
     return show(
         request,

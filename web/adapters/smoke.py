@@ -59,11 +59,11 @@ async def run_smoke(request: web.Request) -> web.StreamResponse:
             version=parts["version"],
         )
     except ApiError as error:
-        return redirect(request, back, _asked_in_vain(error), "error")
+        return redirect(request, back, _asked_in_vain(error), "bad")
     name = f"{parts['adapter']}@{run.version}"
     if run.passed:
         return redirect(request, back, f"{name} has passed the smoke prompts.")
-    return redirect(request, back, f"{name} has not passed the smoke prompts.", "error")
+    return redirect(request, back, f"{name} has not passed the smoke prompts.", "bad")
 
 
 def prompts_of(form: MultiDictProxy[str]) -> list[dict[str, Any]]:

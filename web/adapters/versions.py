@@ -63,7 +63,7 @@ async def delete_version(request: web.Request) -> web.StreamResponse:
     try:
         await _ask(request, operations.delete_version)
     except ApiError as error:
-        return redirect(request, _here(request), shown_beside_form(error).message, "error")
+        return redirect(request, _here(request), shown_beside_form(error).message, "bad")
     text = f"{name} is out of use. It can be restored until it is purged."
     return redirect(request, f"{adapter_path(request)}?deleted=1", text)
 
@@ -73,7 +73,7 @@ async def restore_version(request: web.Request) -> web.StreamResponse:
     try:
         await _ask(request, operations.restore_version)
     except ApiError as error:
-        return redirect(request, adapter_path(request), shown_beside_form(error).message, "error")
+        return redirect(request, adapter_path(request), shown_beside_form(error).message, "bad")
     return redirect(request, _here(request), f"@{request.match_info['version']} is back in use.")
 
 

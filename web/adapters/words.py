@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stencilpress.gateway.api.admin.adapter_views import CanaryView
+from stencilpress.gateway.catalog.limits import TARGET_MODULES
 from stencilpress.gateway.catalog.records import AliasTarget
-
-_ALL_LINEAR = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
 def module(name: str) -> str:
@@ -17,7 +16,7 @@ def module(name: str) -> str:
 
 def modules(names: Sequence[str]) -> str:
     """Projections in short; all of the usual ones together have a name of their own."""
-    if set(names) == _ALL_LINEAR:
+    if set(names) == set(TARGET_MODULES):
         return "all linear"
     return " ".join(map(module, names))
 

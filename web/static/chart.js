@@ -39,13 +39,16 @@ const trim = (value) => String(Number(value.toPrecision(3)));
 
 const plots = new WeakMap();
 
+/** Places of values without a neighbour: a line does not show them. */
+const alone = (values) => values.flatMap((value, at) => (value != null && values[at - 1] == null && values[at + 1] == null ? [at] : []));
+
 function options(figure, data, place) {
   const ink = colour("ink-soft"), line = colour("line");
   const bars = data.kind === "bars" || data.labels;
   const axis = { stroke: ink, font: "12px system-ui", grid: { stroke: line, width: 1 }, ticks: { show: false } };
   return {
     width: place.clientWidth, height: place.clientHeight, legend: { show: false },
-    padding: [8, 8, 0, 0],
+    padding: [8, 18, 0, 0], // the last time of the axis reaches out
     cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: data.labels ? undefined : { key: "console" } },
     scales: { x: { time: !data.labels, range: data.labels ? (_, low, high) => [low - 0.5, high + 0.5] : undefined },
               y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.08 : 1] } },
@@ -57,7 +60,7 @@ function options(figure, data, place) {
       const stroke = colour(`c${one.color ?? (at % 8) + 1}`);
       return {
         label: one.label, stroke, width: bars ? 0 : 1.75, dash: one.dashed ? DASH : undefined, spanGaps: false,
-        points: { show: data.x?.length === 1 },
+        points: bars ? { show: false } : { show: true, size: 5, width: 0, fill: stroke, filter: (plot, index) => alone(plot.data[index]) },
         fill: bars ? faint(stroke, 0.8) : data.kind === "area" ? faint(stroke, 0.16) : undefined,
         paths: bars ? uPlot.paths.bars({ size: [0.72, 46], radius: 0.12 }) : data.kind === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
       };

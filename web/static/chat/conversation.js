@@ -15,7 +15,7 @@ export function newConversation(models, { system = "", sampling = {} } = {}) {
   return { id: newId(), title: "", created_at: now, updated_at: now, system, sampling, since: 0, columns: models.map(newColumn), turns: [] };
 }
 
-export const newColumn = (model) => ({ id: newId(), model });
+const newColumn = (model) => ({ id: newId(), model });
 
 /** `status` is waiting, streaming, done, stopped, cut (the connection was lost) or failed (`error` says why). */
 export const newAnswer = (model) => ({
@@ -78,7 +78,7 @@ export function settled(answer) {
   return isRunning(answer) ? { ...answer, status: "cut" } : answer;
 }
 
-export const titleOf = (text) => {
+const titleOf = (text) => {
   const [first] = text.split("\n").map((line) => line.replace(/^[\s#>*`|-]+/, "").trim()).filter(Boolean);
   const line = (first ?? text.trim()).replace(/\s+/g, " ");
   return line.length > TITLE_CHARS ? `${line.slice(0, TITLE_CHARS - 1)}…` : line;

@@ -1,7 +1,7 @@
 // Conversations in this browser's IndexedDB, one database per user and tenant. Nothing of them is sent anywhere.
 
 const VERSION = 1;
-export const MAX_CONVERSATIONS = 200;
+const MAX_CONVERSATIONS = 200;
 
 const result = (request) =>
   new Promise((resolve, reject) => {
