@@ -25,7 +25,7 @@ from tests.integration.console_harness import make_user
 
 PLANS: Mapping[str, dict[str, object]] = {
     "acme": {"requests_per_minute": 600, "tokens_per_month": 50_000_000, "concurrent_streams": 32, "weight": 4.0},
-    "bluebird-travel": {"requests_per_minute": 120, "tokens_per_day": 2_000_000, "time_zone": "Europe/Vienna"},
+    "bluebird-travel": {"requests_per_minute": 120, "tokens_per_day": 200_000, "time_zone": "Europe/Vienna"},
     "corner-clinic": {"tokens_per_minute": 20_000, "concurrent_streams": 4, "quota_shadow": True},
     "demo": {"requests_per_minute": 300, "tokens_per_day": 1_000_000, "tokens_per_month": 20_000_000},
 }
@@ -75,7 +75,7 @@ def _requests(chance: random.Random, now: datetime, ids: Mapping[str, int]) -> I
             continue
         tenant = chance.choices(list(SHARES), list(SHARES.values()))[0]
         adapter = chance.choice((*ADAPTERS[tenant], ADAPTERS[tenant][0], ""))
-        version = 2 if adapter == "support" and ago_s < 9000 and chance.random() < 0.25 else 1
+        version = 2 if adapter == "terse" and ago_s < 9000 and chance.random() < 0.25 else 1
         yield _request(chance, now - timedelta(seconds=ago_s), ids[tenant], adapter, version)
 
 
