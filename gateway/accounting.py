@@ -15,7 +15,8 @@ from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway.answer import Answer
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage import BATCH, purge_usage, retention, roll_up, tokens_used
+from stencilpress.gateway.catalog.usage import tokens_used
+from stencilpress.gateway.catalog.usage_roll_up import BATCH, purge_usage, retention, roll_up
 from stencilpress.gateway.errors import ApiError, EngineLostError
 from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.live_counts import LiveCounts

@@ -27,7 +27,7 @@ def create_app(services: Services, mounts: Iterable[Mount] = ()) -> web.Applicat
     app.on_response_prepare.append(name_response)
     app.on_response_prepare.append(cors.allow)
     app.router.add_post("/v1/chat/completions", chat.create_chat_completion)
-    app.router.add_get("/v1/chat/ws", ws.chat)
+    app.router.add_get("/v1/chat/ws", ws.chat, allow_head=False)
     app.router.add_post("/v1/completions", completions.create_completion)
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{model:.+}", models.retrieve_model)

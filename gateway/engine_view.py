@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from stencilpress.engine.messages import MAX_ADAPTERS_SHOWN, AdapterSeen, Pages, Stats, Welcome
+from stencilpress.engine.messages import AdapterSeen, Pages, Stats, Welcome
 from stencilpress.gateway.cache import BoundedCache
 from stencilpress.gateway.catalog.digests import Owner, owners_of, tenant_names
 from stencilpress.gateway.catalog.session import Database
@@ -114,16 +114,8 @@ class EngineView:
         return found
 
     async def _ask_adapters(self) -> list[Seen]:
-        seen: dict[tuple[int, str], Seen] = {}
-        offset, total = 0, 1
-        while offset < total:  # an adapter that is used meanwhile moves to the front: it is told twice, not lost
-            answers = await self._engines.adapters(offset, MAX_ADAPTERS_SHOWN)
-            for engine, answer in enumerate(answers, 1):
-                for one in answer.adapters if answer is not None else ():
-                    seen.setdefault((engine, one.digest), Seen(engine, one))
-            total = max((answer.total for answer in answers if answer is not None), default=0)
-            offset += MAX_ADAPTERS_SHOWN
-        return list(seen.values())
+        answers = await self._engines.adapters()
+        return [Seen(engine, one) for engine, answer in enumerate(answers, 1) for one in answer or ()]
 
 
 class _Fresh(Generic[K, T]):

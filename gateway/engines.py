@@ -21,7 +21,16 @@ from typing import TypeVar
 import msgspec
 
 from stencilpress.engine.client import EngineBusyError, EngineClient, EngineUnavailableError, Stream
-from stencilpress.engine.messages import Adapters, Ensured, Kept, Pages, Stats, Submit, Welcome
+from stencilpress.engine.messages import (
+    MAX_ADAPTERS_SHOWN,
+    AdapterSeen,
+    Ensured,
+    Kept,
+    Pages,
+    Stats,
+    Submit,
+    Welcome,
+)
 
 LOAD_FACTOR = 1.25
 """An engine may have this many times the mean of open requests before its adapters overflow to others."""
@@ -147,13 +156,9 @@ class Engines:
         """The numbers of each engine; None for one that does not answer within a second."""
         return list(await asyncio.gather(*(_soon(client.stats()) for client in self._clients)))
 
-    async def adapters(self, offset: int = 0, limit: int = 64) -> list[Adapters | None]:
-        """What each engine has seen of adapters, the one used last first; None for one that does not answer."""
-        return list(await asyncio.gather(*(_soon(client.adapters(offset, limit)) for client in self._clients)))
-
-    async def pages(self) -> list[Pages | None]:
-        """Who holds which page of each engine's pool; None for one that does not answer."""
-        return list(await asyncio.gather(*map(self.pages_of, range(len(self._clients)))))
+    async def adapters(self) -> list[Sequence[AdapterSeen] | None]:
+        """All that each engine has seen of adapters, the one used last first; None for one that does not answer."""
+        return list(await asyncio.gather(*map(_adapters_of, self._clients)))
 
     async def pages_of(self, engine: int) -> Pages | None:
         """Who holds which page of one engine's pool; None if it does not answer. Engines count from 0 here."""
@@ -192,6 +197,19 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
         return blake2b(adapter.encode(), digest_size=8, salt=index.to_bytes(16, "little")).digest()
 
     return tuple(sorted(range(engines), key=score))
+
+
+async def _adapters_of(client: EngineClient) -> Sequence[AdapterSeen] | None:
+    seen: dict[str, AdapterSeen] = {}
+    offset, total = 0, 1
+    while offset < total:  # an adapter that is used meanwhile moves to the front: it is told twice, not lost
+        answer = await _soon(client.adapters(offset, MAX_ADAPTERS_SHOWN))
+        if answer is None:
+            return list(seen.values()) or None
+        for one in answer.adapters:
+            seen.setdefault(one.digest, one)
+        offset, total = offset + MAX_ADAPTERS_SHOWN, answer.total
+    return list(seen.values())
 
 
 async def _soon(answer: Awaitable[A], limit_s: float = ANSWER_LIMIT_S) -> A | None:

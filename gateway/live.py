@@ -25,6 +25,8 @@ from stencilpress.gateway.settings import GatewaySettings
 
 INTERVAL_S = 2.0
 MAX_LISTENERS = 200
+"""Of operators, and of all tenants together: neither takes the other's place."""
+MAX_TENANT_LISTENERS = 20
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -79,10 +81,8 @@ class LiveFeed:
     @contextmanager
     def listen(self, tenant_id: int = EVERYBODY) -> Iterator[Listener]:
         """Listen to one tenant, or to all. Raises :class:`UnavailableError` for one listener too many."""
-        if self._closed or sum(map(len, self._listeners.values())) >= MAX_LISTENERS:
-            raise UnavailableError(
-                f"{MAX_LISTENERS} listen already, or the server is shutting down; try again shortly."
-            )
+        if self._closed or not self._has_room(tenant_id):
+            raise UnavailableError("As many listen already as may, or the server is shutting down; try again shortly.")
         listener = Listener()
         self._listeners.setdefault(tenant_id, set()).add(listener)
         if self._task is None:
@@ -97,6 +97,13 @@ class LiveFeed:
             if not self._listeners and self._task is not None:
                 self._task.cancel()
                 self._task = None
+
+    def _has_room(self, tenant_id: int) -> bool:
+        own, operators = len(self._listeners.get(tenant_id, ())), len(self._listeners.get(EVERYBODY, ()))
+        if tenant_id == EVERYBODY:
+            return own < MAX_LISTENERS
+        tenants = sum(map(len, self._listeners.values())) - operators
+        return own < MAX_TENANT_LISTENERS and tenants < MAX_LISTENERS
 
     def close(self) -> None:
         """End all listeners: the gateway shuts down."""

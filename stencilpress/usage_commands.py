@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stencilpress.gateway.api.admin.series_views import SeriesView
     from stencilpress.gateway.catalog.session import Database
     from stencilpress.gateway.catalog.tops import By
-    from stencilpress.gateway.catalog.usage import UsageSum
+    from stencilpress.gateway.catalog.usage_sums import UsageSum
     from stencilpress.gateway.usage.record import UsageRow
 
 PERIODS = ("minute", "hour", "day")
@@ -76,8 +76,8 @@ def usage_list(
     """Sums by adapter with percentiles of latencies, in milliseconds."""
     from stencilpress.gateway.api.admin.usage import UsageView
     from stencilpress.gateway.catalog.tenants import get_tenant
-    from stencilpress.gateway.catalog.usage import SECONDS
     from stencilpress.gateway.catalog.usage_reports import usage_by_adapter
+    from stencilpress.gateway.catalog.usage_sums import SECONDS
 
     end = datetime.now(UTC)
     start = end - last * timedelta(seconds=SECONDS[period])

@@ -10,7 +10,7 @@ from aiohttp import web
 from multidict import MultiDictProxy
 
 from stencilpress.gateway.access import Permission
-from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Severity, Unit
+from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Severity, Unit, find_kind
 from stencilpress.gateway.alerts.words import TITLES, quantity
 from stencilpress.gateway.api.admin import alerts
 from stencilpress.gateway.api.admin.alert_views import AlertView, NewWebhook, RuleSetting, RuleView, Trial
@@ -173,7 +173,7 @@ async def _change_rule(request: web.Request) -> web.Response:
     tenant = tenant_of(request).name if "tenant" in request.match_info else None
     request[_ADAPTER] = adapter = form.get("adapter", "").strip() if tenant is not None else ""
     put, delete = _rule_operations(tenant, adapter)
-    kind = _kind_of(request)
+    kind = find_kind(request.match_info["kind"])
     parts: dict[str, Any] = {"kind": kind.value, **({"adapter": adapter} if adapter else {})}
     title = TITLES[kind]
     if "reset" in form:
@@ -187,14 +187,6 @@ async def _change_rule(request: web.Request) -> web.Response:
     except ApiError as error:
         return await _show(request, "rules", error, shown_again(form))
     return redirect(request, _at(tenant, "rules"), f"“{title}” has been changed.")
-
-
-def _kind_of(request: web.Request) -> Kind:
-    """Raises :class:`NotFoundError`."""
-    kind = request.match_info["kind"]
-    if kind not in set(Kind):
-        raise NotFoundError(f"kind: {kind[:64]!r} does not exist", param="kind")
-    return Kind(kind)
 
 
 def _rule_operations(tenant: str | None, adapter: str) -> tuple[Operation, Operation]:

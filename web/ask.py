@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from aiohttp import web
 from stencilpress.gateway.api.admin.dispatch import Asker, perform
 from stencilpress.gateway.api.admin.operation import Operation
 from stencilpress.gateway.api.schemas import validation_error
-from stencilpress.web.visitor import actor_of, principal_of
+from stencilpress.web.visitor import actor_of, caller_again, principal_of
 
 Given = msgspec.Struct | Mapping[str, Any] | None
 
@@ -45,7 +46,7 @@ async def ask(
 
 async def ask_by_session(request: web.Request) -> Asker:
     """Whoever is signed in. Raises :class:`SignedOutError`."""
-    return Asker(principal_of(request), actor_of(request))
+    return Asker(principal_of(request), actor_of(request), partial(caller_again, request))
 
 
 def _struct(given: Given, kind: type[Any]) -> Any:

@@ -28,4 +28,4 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await serve_chat(request, who)
 
 
-ROUTES = (web.get(f"{PREFIX}/chat/ws", chat),)
+ROUTES = (web.get(f"{PREFIX}/chat/ws", chat, allow_head=False),)

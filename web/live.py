@@ -49,4 +49,5 @@ async def _follow(request: web.Request, tenant_id: int) -> web.StreamResponse:
     return response
 
 
-ROUTES = (web.get(ALL, follow_all), web.get(TENANT, follow_tenant))
+ROUTES = (web.get(ALL, follow_all, allow_head=False), web.get(TENANT, follow_tenant, allow_head=False))
+"""Without HEAD, whose answer would have to end and to have no body."""

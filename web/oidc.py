@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 from aiohttp import web
 
 from stencilpress.gateway.accounts.oidc import IdentityError, Provider, account_of
-from stencilpress.gateway.accounts.tokens import new_token
+from stencilpress.gateway.accounts.tokens import is_token, new_token
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE
@@ -50,7 +50,8 @@ async def come_back(request: web.Request) -> web.StreamResponse:
     provider = _provider(request)
     state, _, back = request.cookies.get(cookie_name(request, "oidc"), "").partition(".")
     try:
-        if not state or not hmac.compare_digest(state.encode(), request.query.get("state", "").encode()):
+        given = request.query.get("state", "")
+        if not is_token(state) or not given.isascii() or not hmac.compare_digest(state, given):
             raise IdentityError("The sign-in took too long or began elsewhere; try again.")
         if "code" not in request.query:
             raise IdentityError("The identity provider did not confirm the sign-in; try again.")

@@ -19,6 +19,7 @@ from stencilpress.web.visitor import (
     address_of,
     drop_cookie,
     find_visitor,
+    printable,
     set_cookie,
     signed_in,
 )
@@ -33,7 +34,7 @@ async def show_sign_in(request: web.Request) -> web.StreamResponse:
 
 async def submit_sign_in(request: web.Request) -> web.StreamResponse:
     form, services = await read_form(request), request.app[SERVICES]
-    email, back = form.get("email", ""), safe_next(form.get("next", ""))
+    email, back = printable(form.get("email", "")), safe_next(form.get("next", ""))
     try:
         user = await sign_in(
             services.db, request.app[CONSOLE].passwords, email, form.get("password", ""), address_of(request)
@@ -52,7 +53,7 @@ async def welcome(request: web.Request, user: User, location: str) -> web.Respon
     actor = Actor(
         f"user:{user.email}", user.role, user.tenant_id, source=address_of(request), request_id=request[REQUEST_ID]
     )
-    agent = request.headers.get("User-Agent", "")
+    agent = printable(request.headers.get("User-Agent", ""))
     token = await request.app[CONSOLE].sessions.start(user, address_of(request), agent, actor=actor)
     response = redirect(request, location)
     set_cookie(request, response, "session", token)

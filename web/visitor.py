@@ -173,7 +173,12 @@ def address_of(request: web.Request) -> str:
     proxies = request.app[SERVICES].settings.trusted_proxies
     seen = ",".join(request.headers.getall("X-Forwarded-For", [])).split(",")
     forwarded = seen[-proxies].strip() if 0 < proxies <= len(seen) else ""
-    return forwarded or request.remote or ""
+    return printable(forwarded or request.remote or "")
+
+
+def printable(text: str) -> str:
+    """What a client claims in a header or a form, as it may be kept: other bytes and control characters are marked."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
 def cookie_name(request: web.Request, name: str) -> str:

@@ -8,7 +8,7 @@ the one that was checked; addresses that are written out are checked before.
 from __future__ import annotations
 
 import socket
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.resolver import ThreadedResolver
@@ -18,6 +18,11 @@ from stencilpress.gateway.errors import InvalidRequestError
 
 MAX_URL_CHARS = 2000
 _NAT64 = IPv6Network("64:ff9b::/96")
+_UNICAST = IPv6Network("2000::/3")
+"""All that has been given out. Outside lie older ways to write an IPv4 address (``::127.0.0.1``), a network's own NAT64
+(``64:ff9b:1::/48``) and site-local addresses, which the standard library takes for global ones."""
+_IETF = IPv4Network("192.0.0.0/24")
+"""For protocols alone (RFC 6890); not all versions of the standard library know."""
 
 
 class ForbiddenAddressError(OSError):
@@ -48,13 +53,14 @@ def is_public(address: str) -> bool:
         ip = ip_address(address.partition("%")[0])
     except ValueError:
         return False
-    if isinstance(ip, IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return is_public(str(ip.ipv4_mapped))
-        inner = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.sixtofour
-        if inner is not None and not is_public(str(inner)):
-            return False
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, IPv4Address):
+        return ip.is_global and not ip.is_multicast and ip not in _IETF
+    if ip.ipv4_mapped is not None:
+        return is_public(str(ip.ipv4_mapped))
+    inner = IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.sixtofour
+    if inner is not None and not is_public(str(inner)):
+        return False
+    return ip.is_global and (ip in _UNICAST or ip in _NAT64)
 
 
 class PublicResolver(AbstractResolver):

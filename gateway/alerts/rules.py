@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
-from stencilpress.gateway.errors import InvalidRequestError
+from stencilpress.gateway.errors import InvalidRequestError, NotFoundError
 
 WINDOW_S = 600
 """Rules on traffic look at requests admitted in the last ten minutes: one question for all adapters and rules."""
@@ -28,6 +28,13 @@ class Kind(StrEnum):
     DISK_BYTES_LOW = "disk_bytes_low"
     ADAPTER_CORRUPT = "adapter_corrupt"
     CANARY_ROLLED_BACK = "canary_rolled_back"
+
+
+def find_kind(name: str) -> Kind:
+    """Raises :class:`NotFoundError`: what is no kind has no rule."""
+    if name not in set(Kind):
+        raise NotFoundError(f"kind: {name[:64]!r} does not exist", param="kind")
+    return Kind(name)
 
 
 class Severity(StrEnum):

@@ -17,7 +17,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from stencilpress.engine.messages import MAX_ADAPTERS_SHOWN
 from stencilpress.gateway.alerts.courier import Courier, send
 from stencilpress.gateway.alerts.evaluate import Readings, Traffic, evaluate
 from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, Subject
@@ -110,16 +109,8 @@ class Watch:
 
     async def _load_errors(self) -> dict[str, str]:
         """By digest why its last load failed, over all that engines remember."""
-        errors: dict[str, str] = {}
-        offset = 0
-        while True:
-            answers = await self._on_main(self._engines.adapters(offset, MAX_ADAPTERS_SHOWN))
-            for answer in answers:
-                if answer is not None:
-                    errors.update({one.digest: one.error for one in answer.adapters if one.error})
-            offset += MAX_ADAPTERS_SHOWN
-            if not any(answer is not None and answer.total > offset for answer in answers):
-                return errors
+        answers = await self._on_main(self._engines.adapters())
+        return {one.digest: one.error for answer in answers for one in answer or () if one.error}
 
 
 class Postman:

@@ -23,7 +23,13 @@ from stencilpress.gateway.api.chat import read_chat
 from stencilpress.gateway.api.generate import Generation, OpenAnswers, answers, plan_generation
 from stencilpress.gateway.api.schemas import ChatRequest
 from stencilpress.gateway.api.wire import chat_endpoint
-from stencilpress.gateway.errors import ApiError, AuthenticationError, InvalidRequestError, NotFoundError
+from stencilpress.gateway.errors import (
+    ApiError,
+    AuthenticationError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
 from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
 from stencilpress.gateway.observation import CURRENT, Observation
@@ -33,6 +39,8 @@ from stencilpress.gateway.stream import SlowClientError, encode_text
 AUTHENTICATE_LIMIT_S = 10.0
 HEARTBEAT_S = 20.0
 """A ping this often; a client that does not answer within half of it is disconnected."""
+WATCH_S = 2.0
+"""How often it is looked at whether whoever opened a connection still may use it."""
 MAX_RESPONSES = 16
 """Responses in progress on one connection."""
 
@@ -139,6 +147,7 @@ class ChatConnection:
 
     async def serve(self) -> None:
         """Handle events until the connection ends, then abort what still runs."""
+        self._tasks.add(asyncio.create_task(self._watch()))
         try:
             while (message := await self._next()).type not in _ENDS:
                 await self._on_message(message.type, message.data)
@@ -147,6 +156,20 @@ class ChatConnection:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+
+    async def _watch(self) -> None:
+        """End the connection, and what runs on it, when the key or the session ends."""
+        with suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(WATCH_S)
+                try:
+                    await self._who()
+                except UnavailableError:
+                    continue  # nobody can say: what runs may go on
+                except ApiError as error:
+                    await self._send_error(error, None)
+                    await self._ws.close(code=WSCloseCode.POLICY_VIOLATION)
+                    return
 
     async def _first_event(self) -> Who:
         try:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
@@ -46,6 +46,8 @@ from stencilpress.gateway.errors import (
 from stencilpress.gateway.names import DEFAULT_ALIAS, check_alias_name, is_name
 
 MAX_HISTORY = 200
+MAX_ALIASES = 50
+"""Of one adapter: each is read with it."""
 UNCHECKED = Expected()
 GUARD_RANGES: Mapping[str, tuple[float, float]] = {
     "max_error_share": (0, 1),
@@ -85,6 +87,8 @@ async def move_alias(
             await require_smoke(session, adapter.id, set(numbers_of(target)) - set(numbers_of(before)))
         if before == target and row is not None:
             return Alias(name, alias, target, row.move_id, row.updated_at, changed=False)
+        if row is None:
+            await _check_room(session, adapter.id)
         parent = row.move_id if row is not None else None
         audit(session, actor, "alias.move", _subject(adapter, alias), _facts(before), _facts(target))
         return await _apply(session, adapter, alias, target, _Cause("move", parent, actor, reason))
@@ -261,6 +265,13 @@ async def _earlier(session: AsyncSession, row: AliasRow) -> AliasMoveRow | None:
     while earlier is not None and not await _stands(session, row.adapter_id, _target_of(earlier)):
         earlier = await _parent(session, earlier, row)
     return earlier
+
+
+async def _check_room(session: AsyncSession, adapter_id: int) -> None:
+    """Raises :class:`ConflictError`."""
+    count = await session.scalar(select(func.count()).where(AliasRow.adapter_id == adapter_id))
+    if (count or 0) >= MAX_ALIASES:
+        raise ConflictError(f"alias: an adapter has at most {MAX_ALIASES}; remove one first", param="alias")
 
 
 async def _apply(session: AsyncSession, adapter: AdapterRow, alias: str, target: AliasTarget, move: _Cause) -> Alias:

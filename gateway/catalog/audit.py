@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from stencilpress.gateway.access import Actor
-from stencilpress.gateway.catalog.models import AuditRow, TenantRow
+from stencilpress.gateway.access import Actor, Role
+from stencilpress.gateway.catalog.account_models import UserRow
+from stencilpress.gateway.catalog.models import AuditRow, KeyRow, TenantRow
 from stencilpress.gateway.catalog.records import AuditEntry
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.stamps import touch
@@ -78,10 +79,12 @@ async def list_audit(
     action: str = "",
     before_id: int | None = None,
     limit: int = 50,
+    operators: bool = True,
 ) -> tuple[AuditEntry, ...]:
     """Entries, newest first, below ``before_id``; of one tenant, or of all with ``tenant_id`` None.
 
-    ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``.
+    ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``. Without ``operators`` what
+    was done to operators and to their keys is left out: for others they do not exist.
     """
     query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
     if tenant_id is not None:
@@ -92,11 +95,20 @@ async def list_audit(
         query = query.where(AuditRow.actor == actor)
     if action:
         query = query.where(AuditRow.action.startswith(action, autoescape=True))
+    if not operators:
+        query = query.where(~_is_about_operator(UserRow, "user"), ~_is_about_operator(KeyRow, "key"))
     if before_id is not None:
         query = query.where(AuditRow.id < before_id)
     async with db.read() as session:
         rows = await session.execute(query.order_by(AuditRow.id.desc()).limit(limit))
         return tuple(_to_entry(row, tenant) for row, tenant in rows)
+
+
+def _is_about_operator(row: type[UserRow | KeyRow], kind: str) -> ColumnElement[bool]:
+    """Whether an entry's target is an operator, or one's key. Looked up for each entry, since keys are many."""
+    prefix = f"{kind}:"
+    is_target = row.public_id == func.substr(AuditRow.target, len(prefix) + 1)
+    return exists().where(AuditRow.target.startswith(prefix), is_target, row.role == Role.OPERATOR.value)
 
 
 async def actors_of(db: Database, tenant_id: int, action: str, targets: Sequence[str]) -> dict[str, str]:

@@ -14,11 +14,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway.catalog.stamps import stamp_touched
-from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.errors import InvalidRequestError, UnavailableError
 
 BUSY_TIMEOUT_MS = 5000
 """How long a statement waits for a lock or a connection before the catalog counts as unavailable."""
 STATEMENT_TIMEOUT_MS = 10_000
+UNSTORABLE = "A value is too large, or holds a character that cannot be stored."
+_UNWRITABLE = frozenset({"22000", "22003", "22008", "22021", "22P05"})
+"""Of SQLSTATE: what asyncpg cannot write for the server, numbers and times out of range, and characters that no text of
+PostgreSQL holds, such as NUL."""
 _WRITES = "stencilpress_writes"
 _SQLITE_FILE = "sqlite:///"
 
@@ -27,7 +31,8 @@ class Database:
     """Sessions on SQLite or PostgreSQL. Open one per process and close it at the end.
 
     A session lives for one transaction: take what is needed, leave the block, then stream. Raises
-    :class:`UnavailableError` when the database does not answer, from any block.
+    :class:`UnavailableError` when the database does not answer, from any block, and :class:`InvalidRequestError` for a
+    value that it cannot hold.
     """
 
     def __init__(self, url: str) -> None:
@@ -127,5 +132,15 @@ async def _outages_named() -> AsyncIterator[None]:
         yield
     except (IntegrityError, ProgrammingError, DataError):
         raise
+    except (OverflowError, UnicodeEncodeError) as error:  # SQLite's driver looks before it sends
+        raise InvalidRequestError(UNSTORABLE) from error
     except (DBAPIError, PoolTimeout, OSError) as error:
+        if isinstance(error, DBAPIError) and _is_of_a_value(error):
+            raise InvalidRequestError(UNSTORABLE) from error
         raise UnavailableError("The catalog is not available; try again shortly.") from error
+
+
+def _is_of_a_value(error: DBAPIError) -> bool:
+    """Whether the database is well and there is merely no way to write a value that was asked for."""
+    cause = error.orig.__cause__ if error.orig is not None else None
+    return getattr(cause, "sqlstate", None) in _UNWRITABLE

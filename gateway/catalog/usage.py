@@ -1,10 +1,9 @@
-"""Usage rows in SQL, and what their roll-ups add up to."""
+"""Usage rows in SQL, and the tokens that quotas begin at."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import datetime
 from typing import cast
 
 from sqlalchemy import Table, and_, func, or_, select
@@ -12,11 +11,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_roll_up import BATCH, purge_usage, retention, roll_up
-from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, UsageSum, instant, stored_sum
+from stencilpress.gateway.catalog.usage_sums import instant
 from stencilpress.gateway.usage.record import UsageRow
-
-__all__ = ["BATCH", "SECONDS", "Period", "UsageSum", "purge_usage", "retention", "roll_up", "stored_sum"]
 
 _COLUMNS = tuple(one.name for one in fields(UsageRow))
 
@@ -54,19 +50,3 @@ async def tokens_used(db: Database, tenant_id: int, start_s: int, end_s: int) ->
     )
     async with db.read() as session:
         return int(await session.scalar(rolled) or 0) + int(await session.scalar(rows) or 0)
-
-
-async def usage_between(
-    db: Database, period: Period, start: datetime, end: datetime, tenant_id: int | None = None
-) -> dict[tuple[int, str], UsageSum]:
-    """Sums by (tenant, adapter) of the roll-ups that begin in ``[start, end)``; no row of a request is read."""
-    query = select(UsageRollupRow.__table__).where(
-        UsageRollupRow.period == period, UsageRollupRow.starts_at >= start, UsageRollupRow.starts_at < end
-    )
-    if tenant_id is not None:
-        query = query.where(UsageRollupRow.tenant_id == tenant_id)
-    sums: dict[tuple[int, str], UsageSum] = {}
-    async with db.read() as session:
-        for row in (await session.execute(query)).all():
-            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(stored_sum(row))
-    return sums

@@ -12,7 +12,7 @@ from sqlalchemy import Row, select, tuple_
 
 from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage import SECONDS, Period, UsageSum, stored_sum
+from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, UsageSum, stored_sum
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.record import UsageRow
 

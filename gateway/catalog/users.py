@@ -1,7 +1,7 @@
 """Users of the console: add, find, list, change their role, disable, set their password.
 
 As with keys, a user that an actor may not know of does not exist for it: another tenant's, and an operator for whoever
-is none. A change of role or password, and disabling, end the user's sessions in the same transaction.
+is none. A change of role or password, and disabling, end the user's sessions and links in the same transaction.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ async def change_role(
     async def apply(session: AsyncSession, row: UserRow) -> None:
         if row.role != role.value:
             row.role = role.value
-            await end_sessions(session, row.public_id)
+            await end_access(session, row.public_id)  # whoever holds a link of theirs must not come by the new role
 
     return await _update(db, user_id, tenant, actor, "user.role", apply)
 

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from stencilpress.cli import main
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.api.admin.router import OPERATIONS
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.usage.record import UsageRow, new_key
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, event, select
 
-from stencilpress.engine.messages import Adapters, AdapterSeen, Stats
+from stencilpress.engine.messages import AdapterSeen, Stats
 from stencilpress.gateway.alerts.courier import Courier
 from stencilpress.gateway.alerts.incidents import State
 from stencilpress.gateway.alerts.rules import Kind, Place, RuleChange
@@ -56,10 +56,10 @@ class SeenEngines:
         zero = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         return [replace_failures(zero, len(self.errors)) if up else None for up in self.up]
 
-    async def adapters(self, offset: int, limit: int) -> list[Adapters | None]:
+    async def adapters(self) -> list[list[AdapterSeen] | None]:
         self.asked += 1
         seen = [seen_adapter(digest, error) for digest, error in self.errors.items()]
-        return [Adapters(0, len(seen), tuple(seen[offset : offset + limit])) if up else None for up in self.up]
+        return [seen if up else None for up in self.up]
 
 
 def replace_failures(stats: Stats, failures: int) -> Stats:

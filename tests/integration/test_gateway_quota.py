@@ -20,7 +20,8 @@ from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.tenants import create_tenant
-from stencilpress.gateway.catalog.usage import roll_up, tokens_used, usage_between
+from stencilpress.gateway.catalog.usage import tokens_used
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.errors import InsufficientQuotaError
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.metrics import Metrics
@@ -31,6 +32,7 @@ from stencilpress.gateway.usage.histogram import quantiles
 from tests.fakes.engine import Options
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
 from tests.integration.test_gateway_failures import eventually, next_event, open_stream
+from tests.unit.usage_rows import usage_between
 
 PACED = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002, tokens_per_step=3)
 

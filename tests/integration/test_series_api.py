@@ -16,7 +16,8 @@ from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.api.admin.tables import inert
 from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.tenants import create_tenant
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.usage.record import UsageRow, new_key
 from tests.integration.admin_client import AdminClient, admin_client

@@ -16,7 +16,8 @@ from stencilpress.gateway.catalog.series import adapter_series, choose_axis, ser
 from stencilpress.gateway.catalog.serving import serving_versions
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.names import BaseNames
 from tests.unit.usage_rows import random_rows
 

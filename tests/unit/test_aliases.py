@@ -9,7 +9,7 @@ import pytest
 
 from stencilpress.gateway.access import SYSTEM
 from stencilpress.gateway.catalog.adapters import add_version, find_target, get_adapter
-from stencilpress.gateway.catalog.aliases import list_moves, move_alias, remove_alias, roll_back
+from stencilpress.gateway.catalog.aliases import MAX_ALIASES, list_moves, move_alias, remove_alias, roll_back
 from stencilpress.gateway.catalog.lifecycle import delete_version, record_run, set_suite
 from stencilpress.gateway.catalog.records import Alias, AliasTarget, Canary, Expected, NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
@@ -235,3 +235,13 @@ async def test_an_upload_does_not_pass_the_prompts_by(db: Database, tenant: Tena
     added = await add_version(db, tenant.id, "helper", new, BASE, promote=True)
     assert not added.promoted
     assert await state(db, tenant) == AliasTarget(1)
+
+
+async def test_an_adapter_has_so_many_aliases(db: Database, tenant: Tenant) -> None:
+    for number in range(MAX_ALIASES - 1):  # prod is one
+        await move_alias(db, tenant.id, "helper", f"a{number}", AliasTarget(1))
+    with pytest.raises(ConflictError, match=f"at most {MAX_ALIASES}"):
+        await move_alias(db, tenant.id, "helper", "more", AliasTarget(1))
+    await move_alias(db, tenant.id, "helper", "a0", AliasTarget(2))
+    await remove_alias(db, tenant.id, "helper", "a0")
+    await move_alias(db, tenant.id, "helper", "more", AliasTarget(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from stencilpress.gateway.catalog.adapters import (
     list_adapters,
     promote,
 )
+from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.limits import TARGET_MODULES
 from stencilpress.gateway.catalog.models import AdapterRow
 from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, Tenant, TenantLimits
@@ -393,3 +395,13 @@ async def test_tenants_are_sorted_by_bytes_whatever_the_servers_locale(db: Datab
     assert [tenant.name for tenant in await list_tenants(db)] == sorted(names)
     assert [tenant.name for tenant in await list_tenants(db, after="a.b", limit=2)] == sorted(names)[3:5]
     assert [tenant.name for tenant in await list_tenants(db, prefix="a")] == sorted(names)[1:-1]
+
+
+async def test_a_value_that_no_column_holds_is_the_askers_fault(db: Database) -> None:
+    """Not the database's: nobody should try it again, and no log should call for an operator."""
+    for number in (2**70, -(2**70)):
+        with pytest.raises(InvalidRequestError, match="too large"):
+            await list_audit(db, before_id=number)
+    with pytest.raises(InvalidRequestError) if db.is_postgresql else nullcontext():
+        assert await list_audit(db, target="a\0b") == ()
+    assert await list_audit(db) == (), "the connection is as good as before"

@@ -146,8 +146,9 @@ async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywher
     assert [fake.forgotten for fake in fleet.fakes] == [[digests[0]]] * COUNT
     fleet.fakes[1].crash()
     await fleet.ready(COUNT - 1)
-    assert [adapters and adapters.total for adapters in await fleet.engines.adapters()] == [0, None, 0]
-    assert [pages and pages.total for pages in await fleet.engines.pages()] == [0, None, 0]
+    assert await fleet.engines.adapters() == [[], None, []]
+    pages = [await fleet.engines.pages_of(index) for index in range(COUNT)]
+    assert [one and one.total for one in pages] == [0, None, 0]
 
 
 async def test_a_request_is_taken_over_by_another_engine_or_by_the_first_that_is_back(

@@ -26,7 +26,8 @@ from stencilpress.gateway.catalog.tenants import (
     list_tenants,
     restore_tenant,
 )
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.catalog.users import add_user
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 from stencilpress.gateway.keys import issue_key

@@ -24,7 +24,8 @@ from stencilpress.gateway.catalog.series import (
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.catalog.tops import By, top_adapters, top_span, top_tenants
-from stencilpress.gateway.catalog.usage import insert_usage, roll_up
+from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.catalog.usage_sums import UsageSum
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.histogram import quantiles

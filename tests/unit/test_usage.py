@@ -21,20 +21,15 @@ from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.series import Axis, Subject, usage_series
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tops import top_adapters, top_span, top_tenants
-from stencilpress.gateway.catalog.usage import (
-    insert_usage,
-    purge_usage,
-    retention,
-    roll_up,
-    tokens_used,
-    usage_between,
-)
+from stencilpress.gateway.catalog.usage import insert_usage, tokens_used
+from stencilpress.gateway.catalog.usage_roll_up import purge_usage, retention, roll_up
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.usage import journal
 from stencilpress.gateway.usage.histogram import add, bucket_of, pack, quantiles, unpack, value_of
 from stencilpress.gateway.usage.journal import SLOTS, Admission, Journal, Segment, SpoolFullError, orphans
 from stencilpress.gateway.usage.record import Status, UsageRow, new_key
 from stencilpress.gateway.usage.recorder import Admitted, Recorder
+from tests.unit.usage_rows import usage_between
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 WHO = Admitted("req_1", 7, "abcdefghijkl", "pirate", 3, 11)

@@ -1,4 +1,4 @@
-"""Usage rows by chance, and what they sum up to by brute force."""
+"""Usage rows by chance, what they sum up to by brute force, and what the catalog has of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 import numpy as np
+from sqlalchemy import select
 
+from stencilpress.gateway.catalog.models import UsageRollupRow
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_sums import Period, UsageSum, stored_sum
 from stencilpress.gateway.usage.histogram import bucket_of, pack
 from stencilpress.gateway.usage.record import UsageRow, new_key
 
@@ -52,3 +56,19 @@ def exact_quantiles(values: Iterable[float | None], shares: list[float]) -> list
     """Of those that are there, by numpy."""
     known = [value for value in values if value is not None]
     return [float(one) for one in np.quantile(known, shares, method="inverted_cdf")]
+
+
+async def usage_between(
+    db: Database, period: Period, start: datetime, end: datetime, tenant_id: int | None = None
+) -> dict[tuple[int, str], UsageSum]:
+    """Sums by (tenant, adapter) of the roll-ups that begin in ``[start, end)``; no row of a request is read."""
+    query = select(UsageRollupRow.__table__).where(
+        UsageRollupRow.period == period, UsageRollupRow.starts_at >= start, UsageRollupRow.starts_at < end
+    )
+    if tenant_id is not None:
+        query = query.where(UsageRollupRow.tenant_id == tenant_id)
+    sums: dict[tuple[int, str], UsageSum] = {}
+    async with db.read() as session:
+        for row in (await session.execute(query)).all():
+            sums.setdefault((row.tenant_id, row.adapter), UsageSum()).merge(stored_sum(row))
+    return sums

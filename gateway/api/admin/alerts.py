@@ -11,7 +11,7 @@ from stencilpress.gateway.access import Permission
 from stencilpress.gateway.alerts.addresses import check_url
 from stencilpress.gateway.alerts.incidents import State
 from stencilpress.gateway.alerts.prometheus import MEDIA_TYPE, rules_file
-from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules, Scope
+from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules, Scope, find_kind
 from stencilpress.gateway.alerts.trial import try_webhook
 from stencilpress.gateway.alerts.watch import operator_webhook
 from stencilpress.gateway.api.admin.alert_views import (
@@ -196,13 +196,13 @@ async def _page(call: Call, query: AlertQuery, tenant_id: int | None) -> Page[Al
 
 
 async def _set(call: Call, body: RuleSetting, place: Place) -> RuleView:
-    kind = _kind(call)
+    kind = find_kind(call.path("kind"))
     await alerts.set_rule(call.services.db, kind, place, body.change, actor=call.actor)
     return await _view(call, kind, place)
 
 
 async def _reset(call: Call, place: Place) -> RuleView:
-    kind = _kind(call)
+    kind = find_kind(call.path("kind"))
     await alerts.reset_rule(call.services.db, kind, place, actor=call.actor)
     return await _view(call, kind, place)
 
@@ -215,14 +215,6 @@ async def _try(call: Call, hook: Webhook, receiver: str, *, trusted: bool) -> Tr
     private = call.services.settings.alert_private_webhooks
     error = await try_webhook(hook, receiver, private=private, trusted=trusted)
     return Trial(delivered=not error, error=error)
-
-
-def _kind(call: Call) -> Kind:
-    """Raises :class:`NotFoundError`: what is no kind has no rule."""
-    text = call.path("kind")
-    if text not in set(Kind):
-        raise NotFoundError(f"kind: {text[:64]!r} does not exist", param="kind")
-    return Kind(text)
 
 
 def _alert_id(call: Call) -> int:

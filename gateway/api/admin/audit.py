@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from stencilpress.gateway.access import Permission
+from stencilpress.gateway.access import Permission, Role
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.api.admin.views import AuditView
 from stencilpress.gateway.catalog import audit
@@ -41,6 +41,7 @@ async def _page(call: Call, query: AuditQuery, tenant_id: int | None) -> Page[Au
         action=query.action,
         before_id=decode_cursor(query.after, int),
         limit=query.limit + 1,
+        operators=call.actor.role is Role.OPERATOR,
     )
     return paged(found, query.limit, lambda one: one.id, AuditView.of)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from stencilpress.gateway.middleware import REQUEST_ID, authenticate
 from stencilpress.gateway.services import SERVICES, Services
 
 FIRST_YEAR, LAST_YEAR = 1970, 9000
-"""Of instants that somebody may name."""
+"""Of instants and days that somebody may name."""
 NOT_FOUND = "There is nothing here by this name, or it is not yours."
 
 
@@ -35,12 +36,15 @@ class Asker:
 
     principal: Principal
     actor: Actor
+    again: Callable[[], Awaitable[object]]
+    """Looks anew whether there still is somebody who asks, for answers that go on. Raises
+    :class:`AuthenticationError`, :class:`PermissionDeniedError`, :class:`UnavailableError`."""
 
 
 async def ask_by_key(request: web.Request) -> Asker:
     """Whoever shows a key. Raises as :func:`authenticate` does."""
     principal = await authenticate(request)
-    return Asker(principal, actor_of(request, principal))
+    return Asker(principal, actor_of(request, principal), partial(authenticate, request))
 
 
 def handler_of(operation: Operation, who: Callable[[web.Request], Awaitable[Asker]] = ask_by_key) -> Handler:
@@ -81,8 +85,8 @@ async def perform(
         check_permission(principal.role, operation.needs)
         given = await read()
         for struct in given.values():
-            _check_instants(struct)
-        call = Call(request, services, asker.actor, principal.tenant, tenant, parts)
+            _check_values(struct)
+        call = Call(request, services, asker.actor, principal.tenant, tenant, parts, asker.again)
         answer = await operation.handler(call, **given)
     except NotFoundError:
         if principal.role is Role.OPERATOR:
@@ -155,15 +159,18 @@ def read_query(request: web.Request, kind: type[Any]) -> Any:
         raise validation_error(str(error)) from None
 
 
-def _check_instants(given: Any) -> None:
-    """Whether a struct's instants can be reckoned with: a day more or less must not leave the calendar.
+def _check_values(given: Any) -> None:
+    """Whether a struct's times can be reckoned with (a month more or less must not leave the calendar), and its texts
+    be stored by every database.
 
     Raises :class:`InvalidRequestError`.
     """
     for name in given.__struct_fields__ if isinstance(given, msgspec.Struct) else ():
         value = getattr(given, name)
-        if isinstance(value, datetime) and not FIRST_YEAR <= value.year <= LAST_YEAR:
+        if isinstance(value, date) and not FIRST_YEAR <= value.year <= LAST_YEAR:  # a datetime is one, too
             raise InvalidRequestError(f"{name}: is not between the years {FIRST_YEAR} and {LAST_YEAR}", param=name)
+        if isinstance(value, str) and "\0" in value:
+            raise InvalidRequestError(f"{name}: must not hold the character NUL", param=name)
 
 
 def _unknown_parameter(name: str) -> InvalidRequestError:

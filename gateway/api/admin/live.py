@@ -9,11 +9,12 @@ from aiohttp import web
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import Call, operation
+from stencilpress.gateway.errors import AuthenticationError, PermissionDeniedError, UnavailableError
 from stencilpress.gateway.live_picture import EVERYBODY
 
 EVENTS = "text/event-stream"
 FOLLOW_S = 60.0
-"""Then the stream ends and the client comes back, with a key that is looked at anew."""
+"""Then the stream ends and the client comes back. It ends with the next picture when the key is refused."""
 RETRY_MS = 500
 
 
@@ -44,9 +45,10 @@ async def _follow(call: Call, tenant_id: int) -> web.StreamResponse:
         )
         await response.prepare(call.request)
         await response.write(b"retry: %d\n\n" % RETRY_MS)
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, AuthenticationError, PermissionDeniedError, UnavailableError):
             async with asyncio.timeout(FOLLOW_S):  # also for a client that does not read
                 async for picture in listener:
+                    await call.again()
                     await response.write(b"data: %b\n\n" % picture)
     return response
 

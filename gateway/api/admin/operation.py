@@ -50,6 +50,8 @@ class Call:
     """The tenant of the path, if it has one."""
     parts: Mapping[str, str]
     """The other parts of the path, decoded, by their names in the pattern."""
+    again: Callable[[], Awaitable[object]]
+    """Looks anew whether whoever asked still may, as :class:`~stencilpress.gateway.api.admin.dispatch.Asker` has it."""
 
     @property
     def tenant(self) -> Tenant:

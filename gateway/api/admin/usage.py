@@ -13,7 +13,6 @@ from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.api.admin.tables import Format, Table
 from stencilpress.gateway.api.admin.views import Instant
-from stencilpress.gateway.catalog.usage import Period, UsageSum
 from stencilpress.gateway.catalog.usage_reports import (
     DEFAULT_PERIODS,
     DayUsage,
@@ -22,6 +21,7 @@ from stencilpress.gateway.catalog.usage_reports import (
     usage_by_adapter,
     usage_by_day,
 )
+from stencilpress.gateway.catalog.usage_sums import Period, UsageSum
 from stencilpress.gateway.usage.histogram import Counts, quantiles
 from stencilpress.gateway.usage.record import UsageRow
 
