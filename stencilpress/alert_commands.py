@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stencilpress.console import F, Place, json_option, operator_here, place_options, show, show_one, tell, with_catalog
+from stencilpress.commands import (
+    F,
+    Place,
+    json_option,
+    operator_here,
+    place_options,
+    show,
+    show_one,
+    tell,
+    with_catalog,
+)
 
 if TYPE_CHECKING:
     from stencilpress.gateway.alerts.rules import Kind, Rules

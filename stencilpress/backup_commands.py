@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stencilpress.console import Place, place_options
+from stencilpress.commands import Place, place_options
 
 if TYPE_CHECKING:
     from stencilpress.backup import Summary

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from stencilpress.console import Place, json_option, operator_here, place_options, show, tell, with_catalog
+from stencilpress.commands import Place, json_option, operator_here, place_options, show, tell, with_catalog
 
 if TYPE_CHECKING:
     from stencilpress.gateway.catalog.records import AuditEntry

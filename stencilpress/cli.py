@@ -10,11 +10,11 @@ import asyncio
 import click
 
 from stencilpress import __version__
-from stencilpress.admin import adapter
+from stencilpress.adapter_commands import adapter
 from stencilpress.alert_commands import alert
 from stencilpress.backup_commands import backup, restore
 from stencilpress.catalog_commands import audit, catalog
-from stencilpress.console import Commands, Place, place_options, schema_refusals_told
+from stencilpress.commands import Commands, Place, place_options, schema_refusals_told
 from stencilpress.key_commands import key
 from stencilpress.serving import engine, gateway, pull_base, serve
 from stencilpress.tenant_commands import tenant

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stencilpress.console import (
+from stencilpress.commands import (
     OR_NONE_COUNT,
     F,
     Place,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from stencilpress.console import F, Place, place_options, schema_refusals_told, setting
+from stencilpress.commands import F, Place, place_options, schema_refusals_told, setting
 from stencilpress.engine.settings import MAX_ENGINES, PREFIX, EngineSettings, read_settings
 from stencilpress.kernel_cache import cache_folders, remove_outdated
 

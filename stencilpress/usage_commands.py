@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stencilpress.console import Place, json_option, place_options, show, show_one, with_catalog
+from stencilpress.commands import Place, json_option, place_options, show, show_one, with_catalog
 
 if TYPE_CHECKING:
     from stencilpress.gateway.api.admin.series_views import SeriesView

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stencilpress.console import F, Place, json_option, operator_here, place_options, setting, show, tell, with_catalog
+from stencilpress.commands import F, Place, json_option, operator_here, place_options, setting, show, tell, with_catalog
 
 if TYPE_CHECKING:
     from stencilpress.gateway.catalog.session import Database

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stencilpress.console import F, Place, json_option, operator_here, place_options, show, show_one, tell, with_catalog
+from stencilpress.commands import (
+    F,
+    Place,
+    json_option,
+    operator_here,
+    place_options,
+    show,
+    show_one,
+    tell,
+    with_catalog,
+)
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base

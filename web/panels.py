@@ -94,7 +94,7 @@ def engine_charts_of(view: EngineSeriesView) -> dict[str, Chart]:
             [
                 line("adapters", lines.pages_adapter, 1),
                 line("keys and values", lines.pages_kv, 2),
-                line("kept prompts", lines.pages_cached, 6),
+                line("prefix cache", lines.pages_cached, 6),
                 line("free", lines.pages_free, 8),
             ],
             "pages",

@@ -2,6 +2,8 @@
 //   { x: [seconds since the epoch], series: [{ label, values, color?: 1..8, dashed? }], unit?, kind?: "line" | "area" | "bars" | "steps" }
 // with x in rising order and null for what is unknown. With `labels` (texts) in place of x it is a bar chart of categories.
 // `draw(figure, data)` replaces the data, as live pages do.
+import { bytes } from "./bytes.js";
+import { colour } from "./colour.js";
 
 const DASH = [4, 4];
 const SHORT_UNITS = new Set(["ms", "s", "%", "bytes"]); // the others stand in the legend alone
@@ -13,23 +15,13 @@ function times(_, at, __, ___, step) {
   const hour = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
   return at.map((seconds) => (step >= DAY_S || (step > 3600 && hour(seconds) === "00:00") ? day(seconds) : hour(seconds)));
 }
-// uPlot paints on a canvas, which knows no light-dark(): the browser resolves it on an element.
-const probe = document.createElement("span");
-probe.hidden = true;
-document.body.append(probe);
-const colour = (name) => {
-  probe.style.color = `var(--${name})`;
-  return getComputedStyle(probe).color;
-};
+const token = (name) => colour(`var(--${name})`);
 const faint = (rgb, share) => rgb.replace(/^rgba?\(([^)]+)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3).join(",")}, ${share})`);
 
 export function format(value, unit = "") {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (unit === "bytes") {
-    const step = size ? Math.min(4, Math.floor(Math.log2(size) / 10)) : 0;
-    return `${trim(value / 1024 ** step)} ${["B", "KiB", "MiB", "GiB", "TiB"][step]}`;
-  }
+  if (unit === "bytes") return bytes(value);
   if (unit === "ms" && size >= 1000) return `${trim(value / 1000)} s`;
   if (unit === "%") return `${trim(value)} %`;
   const short = size >= 1e9 ? `${trim(value / 1e9)}G` : size >= 1e6 ? `${trim(value / 1e6)}M` : size >= 1e4 ? `${trim(value / 1e3)}k` : trim(value);
@@ -43,7 +35,7 @@ const plots = new WeakMap();
 const alone = (values) => values.flatMap((value, at) => (value != null && values[at - 1] == null && values[at + 1] == null ? [at] : []));
 
 function options(figure, data, place) {
-  const ink = colour("ink-soft"), line = colour("line");
+  const ink = token("ink-soft"), line = token("line");
   const bars = data.kind === "bars" || data.labels;
   const axis = { stroke: ink, font: "12px system-ui", grid: { stroke: line, width: 1 }, ticks: { show: false } };
   return {
@@ -57,7 +49,7 @@ function options(figure, data, place) {
       { ...axis, size: (_, texts) => 16 + 7 * Math.max(2, ...(texts ?? []).map((text) => text.length)), values: (_, at) => at.map((value) => format(value, SHORT_UNITS.has(data.unit) ? data.unit : "")) },
     ],
     series: [{}, ...data.series.map((one, at) => {
-      const stroke = colour(`c${one.color ?? (at % 8) + 1}`);
+      const stroke = token(`c${one.color ?? (at % 8) + 1}`);
       return {
         label: one.label, stroke, width: bars ? 0 : 1.75, dash: one.dashed ? DASH : undefined, spanGaps: false,
         points: bars ? { show: false } : { show: true, size: 5, width: 0, fill: stroke, filter: (plot, index) => alone(plot.data[index]) },

@@ -1,4 +1,5 @@
 // What every page has: theme, menus, dialogs, questions before a change, copying, times.
+import { copyText } from "./copy.js";
 
 const root = document.documentElement;
 const isDark = () => (root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
@@ -12,7 +13,7 @@ const actions = {
   "[data-dialog]": (button) => document.getElementById(button.dataset.dialog).showModal(),
   "dialog [data-close]": (button) => button.closest("dialog").close(),
   "[data-copy]": async (button) => {
-    await navigator.clipboard.writeText(button.dataset.copy);
+    await copyText(button.dataset.copy);
     const label = button.querySelector("[data-label]") ?? button;
     const before = label.textContent;
     label.textContent = "Copied";

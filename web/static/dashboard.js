@@ -1,5 +1,6 @@
 // A dashboard that follows: its charts from the roll-ups every so often, the figures of this moment from an event stream.
 import { draw, format } from "./chart.js";
+import { tellState } from "./state.js";
 
 const board = document.getElementById("dashboard");
 const text = (id, value) => {
@@ -21,9 +22,7 @@ const every = Number(board.dataset.refreshS) * 1000;
 if (every) setInterval(() => document.visibilityState === "visible" && refresh(), every);
 
 const state = document.getElementById("live-state");
-function tell(kind, words) {
-  state.replaceChildren(Object.assign(document.createElement("span"), { className: `dot dot-${kind}` }), ` ${words}`);
-}
+const tell = (kind, words) => tellState(state, kind, words);
 
 const sum = (rows, name) => rows.reduce((total, row) => total + row[name], 0);
 

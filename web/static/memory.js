@@ -1,23 +1,17 @@
 // The pool of one engine, drawn page by page and asked for again every two seconds while somebody looks.
 import { api } from "./api.js";
+import { colour } from "./colour.js";
+import { tellState } from "./state.js";
 
 const POLL_MS = 2000;
 const HEIGHT_PX = 420; // at most; pages shrink to fit
 const MAX_ROWS = 200;
 const SHADES = 6;
-const KINDS = { adapter: "adapter", kv: "keys and values", cached: "kept prompts", quarantined: "waiting for a step", free: "free" };
+const KINDS = { adapter: "adapter", kv: "keys and values", cached: "prefix cache", quarantined: "waiting for a step", free: "free" };
 
 const map = document.getElementById("map"), canvas = map.querySelector("canvas"), tip = document.getElementById("map-tip");
 const pen = canvas.getContext("2d");
 const state = { version: "", total: 0, owners: [], counts: [], at: new Uint32Array(0), chosen: null, cursor: null, grid: null };
-
-const probe = document.createElement("span");
-probe.hidden = true;
-document.body.append(probe);
-function colour(text) {
-  probe.style.color = text;
-  return getComputedStyle(probe).color;
-}
 
 /** One number of 0 to SHADES - 1 for a name, the same on every visit. */
 function shade(name) {
@@ -163,7 +157,7 @@ function take(view) {
 }
 
 function report(kind, words) {
-  document.getElementById("map-state").replaceChildren(Object.assign(document.createElement("span"), { className: `dot dot-${kind}` }), ` ${words}`);
+  tellState(document.getElementById("map-state"), kind, words);
 }
 
 let shown = "";

@@ -1,5 +1,7 @@
 // Which of the files that somebody chose or dropped make an adapter, and what is wrong with them before they are sent.
 
+import { bytes } from "../bytes.js";
+
 export const CONFIG = "adapter_config.json";
 export const WEIGHTS = "adapter_model.safetensors";
 export const ARCHIVE = "archive";
@@ -59,9 +61,4 @@ function missing(files, config, weights, archives) {
 /** A name that an adapter may have, out of the name of a folder or an archive; "" if nothing remains. */
 export function nameFrom(text) {
   return text.toLowerCase().replace(ARCHIVES, "").replace(/[^a-z0-9._-]+/g, "-").replace(/^[^a-z0-9]+/, "").slice(0, 63);
-}
-
-export function bytes(count) {
-  const step = count ? Math.min(4, Math.floor(Math.log2(count) / 10)) : 0;
-  return `${Number((count / 1024 ** step).toPrecision(3))} ${["bytes", "KiB", "MiB", "GiB", "TiB"][step]}`;
 }

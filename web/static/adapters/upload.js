@@ -1,7 +1,8 @@
 // The upload page: choosing files, sending them, and what the server found in them.
 
 import { api, ApiError } from "../api.js";
-import { ARCHIVE, CONFIG, WEIGHTS, bytes, choose, dropped, nameFrom } from "./files.js";
+import { bytes } from "../bytes.js";
+import { ARCHIVE, CONFIG, WEIGHTS, choose, dropped, nameFrom } from "./files.js";
 import { records, Transfer } from "./transfer.js";
 
 const form = document.getElementById("upload");

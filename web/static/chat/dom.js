@@ -1,4 +1,5 @@
 // Nodes out of the page's templates, and copying.
+import { copyText } from "../copy.js";
 
 /** The element of `<template id>`, with each of `texts` in its element `data-<name>`. */
 export function fromTemplate(id, texts = {}) {
@@ -10,10 +11,9 @@ export function fromTemplate(id, texts = {}) {
 /** The element with `data-<name>` below `element`, or the element itself. */
 export const part = (element, name) => (element.matches(`[data-${name}]`) ? element : element.querySelector(`[data-${name}]`));
 
-/** Put `text` on the clipboard and say so on the button. Browsers offer the clipboard only over TLS and on localhost. */
+/** Put `text` on the clipboard and say so on the button. */
 export async function copyBy(button, text) {
-  if (navigator.clipboard) await navigator.clipboard.writeText(text);
-  else copyBySelection(text);
+  await copyText(text);
   button.classList.add("copied");
   const label = button.getAttribute("aria-label");
   if (label !== "Copied") {
@@ -23,14 +23,6 @@ export async function copyBy(button, text) {
       button.setAttribute("aria-label", label);
     }, 1600);
   }
-}
-
-function copyBySelection(text) {
-  const area = Object.assign(document.createElement("textarea"), { value: text, className: "visually-hidden" });
-  document.body.append(area);
-  area.select();
-  document.execCommand("copy");
-  area.remove();
 }
 
 /** Let the browser save `text` as a file. */

@@ -1,6 +1,7 @@
 // What may be asked: the base, the tenant's adapters by name, alias and version, and adapters shared with the tenant.
 
 import { api } from "../api.js";
+import { bytes } from "../bytes.js";
 
 const PAGE = 200;
 const MAX_ADAPTERS = 5000;
@@ -71,4 +72,4 @@ function ofAlias(adapter, { alias, version, canary }, target) {
     : choice(`${adapter}@${alias}`, text, 2, target.defaults);
 }
 
-const facts = ({ ranks, size_bytes: bytes }) => `rank ${Math.max(...ranks)} · ${(bytes / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MB`;
+const facts = ({ ranks, size_bytes: size }) => `rank ${Math.max(...ranks)} · ${bytes(size)}`;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
-from stencilpress.console import (
+from stencilpress.commands import (
     Place,
     json_option,
     operator_here,
