@@ -13,6 +13,7 @@ page of it may have met an error: a script's, a blocked inline style, a file tha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -149,8 +150,12 @@ async def chromium(playwright: Any) -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def site(chromium: Browser, started: _Started) -> AsyncIterator[Site]:
     """The server, after its first operator has followed the link that it printed."""
-    link = re.search(r"^  console +(\S+/console/setup/\S+)$", started.server.log.read_text(), re.MULTILINE)
-    assert link, "the start prints a link while there is no user"
+    link = None
+    async with asyncio.timeout(30):  # it is ready a moment before it says so
+        while link is None:
+            text = await asyncio.to_thread(started.server.log.read_text)
+            link = re.search(r"^  console +(\S+/console/setup/\S+)$", text, re.MULTILINE)
+            await asyncio.sleep(0.05)
     page = await chromium.new_page()
     await page.goto(link[1])
     await page.get_by_label("E-mail address").fill(FIRST_OPERATOR)

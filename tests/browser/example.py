@@ -25,7 +25,7 @@ from tests.integration.console_harness import make_user
 
 PLANS: Mapping[str, dict[str, object]] = {
     "acme": {"requests_per_minute": 600, "tokens_per_month": 50_000_000, "concurrent_streams": 32, "weight": 4.0},
-    "bluebird-travel": {"requests_per_minute": 120, "tokens_per_day": 2_000_000, "time_zone": "Europe/Vienna"},
+    "bluebird-travel": {"requests_per_minute": 120, "tokens_per_day": 200_000, "time_zone": "Europe/Vienna"},
     "corner-clinic": {"tokens_per_minute": 20_000, "concurrent_streams": 4, "quota_shadow": True},
     "demo": {"requests_per_minute": 300, "tokens_per_day": 1_000_000, "tokens_per_month": 20_000_000},
 }
@@ -41,17 +41,19 @@ REQUESTS = 12_000
 HOURS = 26
 
 
-async def people(db: Database) -> None:
-    """Tenants with their plans, users and keys."""
+async def people(db: Database) -> dict[str, str]:
+    """Tenants with their plans, users and keys; a key of each tenant."""
+    keys = {}
     for name in PLANS:
         if name != "demo":
             await create_tenant(db, name)
         await change_tenant(db, name, PLANS[name])
         for label in ("production", "staging", "notebook"):
-            await issue_key(db, name, label)
+            keys[name] = (await issue_key(db, name, label)).token
     await make_user(db, Role.OPERATOR, email="ada@example.com")
     for role, person in ((Role.ADMIN, "grace"), (Role.VIEWER, "edsger"), (Role.VIEWER, "barbara")):
         await make_user(db, role, email=f"{person}@demo.example")
+    return keys
 
 
 async def traffic(db: Database) -> None:
@@ -68,12 +70,12 @@ async def traffic(db: Database) -> None:
 
 def _requests(chance: random.Random, now: datetime, ids: Mapping[str, int]) -> Iterator[UsageRow]:
     for _ in range(REQUESTS):
-        ago_s = chance.uniform(30, HOURS * 3600)
-        if chance.random() > _busy(now - timedelta(seconds=ago_s)):
+        ago_s = 30 + HOURS * 3600 * chance.random() ** 2  # more of what a first look shows
+        if chance.random() > _busy(ago_s):
             continue
         tenant = chance.choices(list(SHARES), list(SHARES.values()))[0]
         adapter = chance.choice((*ADAPTERS[tenant], ADAPTERS[tenant][0], ""))
-        version = 2 if adapter == "support" and ago_s < 9000 and chance.random() < 0.25 else 1
+        version = 2 if adapter == "terse" and ago_s < 9000 and chance.random() < 0.25 else 1
         yield _request(chance, now - timedelta(seconds=ago_s), ids[tenant], adapter, version)
 
 
@@ -122,7 +124,7 @@ def _refusals(chance: random.Random, now: datetime, ids: Mapping[str, int]) -> I
 def _samples(chance: random.Random, now: datetime, server: str) -> Iterator[tuple[Sampled, EngineSum]]:
     pages = 2400
     for minute in _minutes(now):
-        busy = _busy(datetime.fromtimestamp(minute, UTC)) * chance.uniform(0.8, 1.2)
+        busy = _busy(now.timestamp() - minute) * chance.uniform(0.8, 1.2)
         kv, adapters = int(pages * 0.42 * busy), int(pages * 0.2)
         cached = int((pages - kv - adapters) * 0.55)
         loads = chance.randrange(3)
@@ -148,10 +150,9 @@ def _samples(chance: random.Random, now: datetime, server: str) -> Iterator[tupl
         yield Sampled(server, 1, minute), sampled
 
 
-def _busy(at: datetime) -> float:
-    """How much of the day's peak this moment has, 0 to 1."""
-    hour = at.hour + at.minute / 60
-    return 0.55 + 0.4 * math.sin((hour - 8) / 24 * 2 * math.pi)
+def _busy(ago_s: float) -> float:
+    """How much of the day's peak, two hours ago, that moment had, 0 to 1."""
+    return 0.55 + 0.4 * math.cos((ago_s / 3600 - 2) / 24 * 2 * math.pi)
 
 
 def _minutes(now: datetime) -> range:

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,9 @@ UPLOADS = (
     ("demo", "terse", "support"),
 )
 """Tenant, adapter, and the folder of the examples that stands for it."""
-FOLLOWING = ("dashboard", "tenant-dashboard", "memory")
+FOLLOWING = ("dashboard", "tenant-dashboard", "memory", "canary")
+FIRST_SCREENS = ("dashboard", "canary")
+"""Long pages, of which the README shows what one sees first."""
 FOLLOW_MS, SETTLE_MS = 2500, 600
 """How long a page that follows, and any other, is given before it is taken."""
 PROMPT = "Write two sentences about the sea."
@@ -53,12 +55,12 @@ async def main(wanted: list[str]) -> None:
         models = data / "v1" / "models"
         models.mkdir(parents=True)
         (models / NAME).symlink_to(demo_base_folder(), target_is_directory=True)
-        with serving(data, max_model_len="1024", gateways="1", pool_bytes=str(256 << 20)) as server:
+        with serving(data, max_model_len="1024", gateways="1", alert_every_s="5", pool_bytes=str(128 << 20)) as server:
             async with Database(f"sqlite:///{data / 'v1' / 'catalog.db'}") as db, asyncio.TaskGroup() as group:
-                await example.people(db)
+                keys = await example.people(db)
                 await asyncio.to_thread(upload, data)
                 await example.traffic(db)
-                traffic = group.create_task(ask_for_ever(server))
+                traffic = group.create_task(ask_for_ever(server, keys))
                 await shoot(server, wanted or list(PAGES))
                 traffic.cancel()
 
@@ -68,7 +70,7 @@ def upload(data: Path) -> None:
         folder = ROOT / "examples" / "adapters" / example_name
         stencilpress("adapter", "add", str(folder), "--tenant", tenant, "--name", name, data=data)
     canary = ("--canary", "2", "--percent", "20")
-    stencilpress("alias", "move", "support@prod", "1", *canary, "--expect", "1", "--tenant", "demo", data=data)
+    stencilpress("alias", "move", "terse@prod", "1", *canary, "--expect", "1", "--tenant", "demo", data=data)
     stencilpress("adapter", "pin", "support", "--tenant", "demo", data=data)
     for adapter, threshold in (("support", "60"), ("pirate", "55")):
         stencilpress(
@@ -77,20 +79,22 @@ def upload(data: Path) -> None:
         )  # fmt: skip
 
 
-async def ask_for_ever(server: Server) -> None:
+async def ask_for_ever(server: Server, keys: Mapping[str, str]) -> None:
     """A few requests at a time, so that there is something to see."""
 
-    async def one(model: str) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.key, max_retries=0) as api:
+    async def one(key: str, model: str) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as api:
             while True:
-                with contextlib.suppress(openai.APIError):
+                try:
                     await api.chat.completions.create(
                         model=model, messages=[{"role": "user", "content": PROMPT}], max_tokens=200
                     )
+                except openai.APIError:  # such as a spent quota
+                    await asyncio.sleep(2)
 
     async with asyncio.TaskGroup() as group:
-        for model in ("support", "pirate", "terse"):
-            group.create_task(one(model))
+        for tenant, adapters in example.ADAPTERS.items():
+            group.create_task(one(keys[tenant], adapters[0]))
 
 
 async def shoot(server: Server, names: list[str]) -> None:
@@ -126,6 +130,8 @@ async def visit(page: Page, images: dict[str, Path]) -> None:
             await compare(page)
         await page.wait_for_timeout(FOLLOW_MS if name in FOLLOWING else SETTLE_MS)
         keep(images[name], await page.screenshot(full_page=name != "chat"))
+        if name in FIRST_SCREENS:
+            keep(images[name].with_stem(f"first-{images[name].stem}"), await page.screenshot())
 
 
 async def sign_in(page: Page) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import signal
 import tarfile
@@ -63,11 +62,13 @@ def packed(folder: Path) -> bytes:
     return data.getvalue()
 
 
-def gateway_process(server: int) -> psutil.Process:
+def gateway_process(data: Path) -> psutil.Process:
+    """Of the server in a data folder; others may run beside it."""
     (found,) = [
         process
-        for process in psutil.Process(server).children(recursive=True)
-        if "stencilpress.gateway" in " ".join(process.cmdline())
+        for process in psutil.Process().children(recursive=True)
+        if "stencilpress.gateway" in process.cmdline()
+        and process.environ()["STENCILPRESS_ADAPTERS_DIR"].startswith(str(data))
     ]
     return found
 
@@ -89,7 +90,7 @@ def test_from_upload_to_purge(cli: Cli, data: Path, base_folder: Path, adapters:
         path, half = f"{API}/uploads/{upload['id']}", len(second) // 2
         part = f"{path}/files/archive?offset=0&sha256={hashlib.sha256(second[:half]).hexdigest()}"
         assert press.ask("PUT", part, second[:half], "application/octet-stream")[0] == 200
-        killed = gateway_process(os.getpid())
+        killed = gateway_process(data)
         killed.send_signal(signal.SIGKILL)
         killed.wait(10)
         assert press.ask_again("GET", path)["received_bytes"] == {"archive": half}
