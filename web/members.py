@@ -66,7 +66,8 @@ async def set_role(request: web.Request) -> web.StreamResponse:
     user_id, services = _another(request), request.app[SERVICES]
     role = to_struct(await read_form(request), RoleChange).role
     user = await change_role(services.db, user_id, role, tenant_of(request).name, actor=actor_of(request))
-    return await _done(request, f"{user.email} now has the role {user.role}.")
+    then = "" if user.has_password or user.oidc_subject else " Send a link for a new password."
+    return await _done(request, f"{user.email} now has the role {user.role}.{then}")
 
 
 @page(Permission.WRITE)
