@@ -249,16 +249,18 @@ async def test_one_of_several_who_use_a_link_at_once_sets_the_password(shared: G
 async def test_the_audit_log_of_a_tenant_does_not_tell_of_operators(shared: Gateway) -> None:
     operator, viewer = await signed_in(shared, Role.OPERATOR), await signed_in(shared, Role.VIEWER)
     assert operator.user is not None
+    assert viewer.user is not None
     key = await issue_key(shared.services.db, "demo", "root", role=Role.OPERATOR)
-    mine, theirs = [
-        [one["target"] for one in (await who.api("GET", "/tenants/demo/audit?limit=200"))["data"]]
-        for who in (viewer, operator)
-    ]
+    await operator.submit(f"/console/t/demo/members/{viewer.user.public_id}/reset", 200)
+    path = "/tenants/demo/audit?limit=200"
+    mine, theirs = [(await who.api("GET", path))["data"] for who in (viewer, operator)]
     hidden = {f"user:{operator.user.public_id}", f"key:{key.key.public_id}"}
-    assert hidden <= set(theirs)
-    assert hidden.isdisjoint(mine)
-    assert f"user:{viewer.user.public_id}" in mine if viewer.user else False
-    assert operator.user.email not in (await viewer.get("/console/t/demo/audit")).text
+    assert hidden <= {one["target"] for one in theirs}
+    assert hidden.isdisjoint(one["target"] for one in mine)
+    [sent] = [one for one in mine if one["action"] == "user.reset_link" and one["actor"].endswith(operator.user.email)]
+    assert sent["target"] == f"user:{viewer.user.public_id}", "what is done to the tenant it sees"
+    assert {one["source"] for one in mine if one["role"] == "operator"} == {""}
+    assert {one["source"] for one in mine if one["role"] == "viewer"} == {"127.0.0.1"}
 
 
 async def test_a_flood_of_changes_is_refused_and_others_go_on(shared: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
