@@ -188,6 +188,7 @@ async def test_who_sent_the_invitation_does_not_share_the_account_that_another_s
 
 
 async def test_a_tenant_has_so_many_users(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    await create_tenant(db, "acme")
     monkeypatch.setattr(users, "MAX_USERS", 2)
     for number in range(2):
         await add_user(db, "acme", f"u{number}@example.com", Role.VIEWER)
