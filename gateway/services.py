@@ -14,6 +14,7 @@ from aiohttp import web
 
 from stencilpress.gateway.accounting import Accounting
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.change_limit import ChangeLimit
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.engine_view import EngineView
@@ -64,6 +65,8 @@ class Services:
     """By tenant, held while a thread works for it."""
     smoke_turns: WeakValueDictionary[int, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """By tenant, held while a version of its is asked the smoke prompts."""
+
+    change_limit: ChangeLimit = field(default_factory=ChangeLimit)
 
     def using(self, digest: str, tenant_id: int) -> AbstractAsyncContextManager[None]:
         """Keep an adapter's blob while the block runs; the base has none. Raises :class:`AdapterUnavailableError`."""

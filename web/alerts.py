@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
@@ -17,7 +17,7 @@ from stencilpress.gateway.api.admin.alert_views import AlertView, NewWebhook, Ru
 from stencilpress.gateway.api.admin.operation import Operation, Page
 from stencilpress.gateway.errors import ApiError, InvalidRequestError, NotFoundError
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import PREFIX, of_tenant
 from stencilpress.web.firing import FIRING
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
@@ -234,7 +234,7 @@ def _listing(tenant: str | None) -> Operation:
 
 
 def _at(tenant: str | None, view: View | None = None) -> str:
-    path = ALL if tenant is None else OF_TENANT.replace("{tenant}", quote(tenant))
+    path = ALL if tenant is None else of_tenant(OF_TENANT, tenant)
     return path if view is None else f"{path}?view={view}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
@@ -78,6 +79,7 @@ def mount_console(app: web.Application) -> None:
         provider=provider_of(settings),
         paths=frozenset(route.path for route in routes if route.method == "GET"),
     )
+    app[chat_socket.SOCKETS] = Counter()
     mount_firing(app)
     app.middlewares.append(guard)
     app.on_response_prepare.append(secure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,7 @@ from stencilpress.gateway.api.admin import audit
 from stencilpress.gateway.api.admin.operation import Operation, Page
 from stencilpress.gateway.api.admin.views import AuditView
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import PREFIX, of_tenant
 from stencilpress.web.page import page, render, tenant_of
 
 ALL = f"{PREFIX}/audit"
@@ -60,7 +60,7 @@ async def _show(request: web.Request, operation: Operation, tenant: str | None) 
     wanted = {name: request.query[name].strip() for name in FILTERS if request.query.get(name, "").strip()}
     query: dict[str, Any] = {**wanted, "after": request.query.get("after", ""), "limit": ENTRIES}
     found: Page[AuditView] = await ask(request, operation, tenant=tenant, query=query)
-    at = ALL if tenant is None else OF_TENANT.replace("{tenant}", quote(tenant))
+    at = ALL if tenant is None else of_tenant(OF_TENANT, tenant)
     return render(
         request,
         "audit.html",

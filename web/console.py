@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from aiohttp import web
 from jinja2 import Environment
@@ -15,6 +16,11 @@ from stencilpress.web.static import StaticFiles
 
 PREFIX = "/console"
 API_PREFIX = "/console/api"
+
+
+def of_tenant(route: str, tenant: str) -> str:
+    """The path of a route with ``{tenant}`` for one of them."""
+    return route.replace("{tenant}", quote(tenant))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
@@ -14,7 +14,7 @@ from stencilpress.gateway.api.admin import engines, series
 from stencilpress.gateway.api.admin.series_views import SeriesView, TopRow, TopView, UsageTotals
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.web.ask import ask
-from stencilpress.web.console import CONSOLE, PREFIX
+from stencilpress.web.console import CONSOLE, PREFIX, of_tenant
 from stencilpress.web.formats import milliseconds, number, percent
 from stencilpress.web.live import ALL as LIVE_ALL
 from stencilpress.web.live import TENANT as LIVE_TENANT
@@ -91,7 +91,7 @@ async def show_all(request: web.Request) -> web.StreamResponse:
     """Of all tenants, for operators; others begin at their own."""
     visitor = visitor_of(request)
     if visitor.role is not Role.OPERATOR:
-        return redirect(request, TENANT.replace("{tenant}", quote(visitor.tenant)))
+        return redirect(request, of_tenant(TENANT, visitor.tenant))
     return await _answer(request, Question.of(request), None)
 
 
@@ -147,7 +147,7 @@ async def _answer(request: web.Request, question: Question, tenant: str | None) 
         by=question.by,
         orders=ORDERS.items(),
         refresh_s=board.refresh_s,
-        live_url=LIVE_TENANT.replace("{tenant}", quote(tenant)) if tenant else LIVE_ALL,
+        live_url=of_tenant(LIVE_TENANT, tenant) if tenant else LIVE_ALL,
         engine_charts=ENGINE_CHARTS if tenant is None else (),
     )
 

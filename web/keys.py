@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from aiohttp import web
 
@@ -14,7 +14,7 @@ from stencilpress.gateway.api.admin.operation import Page
 from stencilpress.gateway.api.admin.views import IssuedKeyView, KeyView, NewKey, Rotation
 from stencilpress.gateway.errors import ApiError
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import PREFIX, of_tenant
 from stencilpress.web.forms import FormError, Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.visitor import may_of
@@ -56,7 +56,7 @@ async def rotate_key(request: web.Request) -> web.StreamResponse:
 async def revoke_key(request: web.Request) -> web.StreamResponse:
     name = tenant_of(request).name
     gone: KeyView = await ask(request, keys.revoke_key, tenant=name, key=request.match_info["key"])
-    return redirect(request, LIST.replace("{tenant}", quote(name)), f"{gone.label or gone.id} has been revoked.")
+    return redirect(request, of_tenant(LIST, name), f"{gone.label or gone.id} has been revoked.")
 
 
 async def _list(

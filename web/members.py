@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -15,7 +14,7 @@ from stencilpress.gateway.catalog.account_models import MAX_EMAIL_CHARS
 from stencilpress.gateway.catalog.users import User, change_role, disable_user, enable_user, list_users
 from stencilpress.gateway.errors import ApiError, ConflictError
 from stencilpress.gateway.services import SERVICES
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import PREFIX, of_tenant
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
 from stencilpress.web.place import public_url
@@ -66,7 +65,8 @@ async def set_role(request: web.Request) -> web.StreamResponse:
     user_id, services = _another(request), request.app[SERVICES]
     role = to_struct(await read_form(request), RoleChange).role
     user = await change_role(services.db, user_id, role, tenant_of(request).name, actor=actor_of(request))
-    return await _done(request, f"{user.email} now has the role {user.role}.")
+    then = "" if user.has_password or user.oidc_subject else " Send a link for a new password."
+    return await _done(request, f"{user.email} now has the role {user.role}.{then}")
 
 
 @page(Permission.WRITE)
@@ -93,7 +93,7 @@ def _another(request: web.Request) -> str:
 
 async def _done(request: web.Request, text: str) -> web.Response:
     await request.app[SERVICES].changes.poll()
-    return redirect(request, LIST.replace("{tenant}", quote(tenant_of(request).name)), text)
+    return redirect(request, of_tenant(LIST, tenant_of(request).name), text)
 
 
 async def _list(

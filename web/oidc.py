@@ -15,8 +15,9 @@ from urllib.parse import quote, unquote
 from aiohttp import web
 
 from stencilpress.gateway.accounts.oidc import IdentityError, Provider, account_of
+from stencilpress.gateway.accounts.sign_in import admit_identity, forgive_identity
 from stencilpress.gateway.accounts.tokens import is_token, new_token
-from stencilpress.gateway.errors import UnavailableError
+from stencilpress.gateway.errors import RateLimitError, UnavailableError
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE
 from stencilpress.web.page import SIGN_IN, safe_next
@@ -55,6 +56,7 @@ async def come_back(request: web.Request) -> web.StreamResponse:
             raise IdentityError("The sign-in took too long or began elsewhere; try again.")
         if "code" not in request.query:
             raise IdentityError("The identity provider did not confirm the sign-in; try again.")
+        await admit_identity(request.app[SERVICES].db, address_of(request))
         identity = await provider.identity(
             request.query["code"],
             public_url(request) + BACK,
@@ -62,7 +64,8 @@ async def come_back(request: web.Request) -> web.StreamResponse:
             _derived(request, state, "verifier"),
         )
         account = await account_of(request.app[SERVICES].db, identity, provider.grants, source=address_of(request))
-    except (UnavailableError, IdentityError) as error:
+        await forgive_identity(request.app[SERVICES].db, address_of(request), account.user.email)
+    except (UnavailableError, IdentityError, RateLimitError) as error:
         logger.warning("sign-in by the identity provider failed: %s (%r)", error, error.__cause__)
         response = show_form(request, safe_next(unquote(back)), error=error)
     else:

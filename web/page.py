@@ -16,6 +16,7 @@ from stencilpress.gateway.errors import ApiError, NotFoundError
 from stencilpress.gateway.middleware import REQUEST_ID
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import CONSOLE, PREFIX
+from stencilpress.web.csrf import SAFE
 from stencilpress.web.firing import FIRING
 from stencilpress.web.flash import Kind, flash, take_flashes
 from stencilpress.web.nav import menu
@@ -57,6 +58,8 @@ def page(needs: Permission, *, deleted: bool = False) -> Callable[[Handler], Han
                     Permission.OPERATE if deleted else needs,
                 )
             check_permission(visitor.role, needs)
+            if request.method not in SAFE:
+                request.app[SERVICES].change_limit.admit(visitor.tenant_id, visitor.role)
             return await handler(request)
 
         return checked

@@ -25,6 +25,8 @@ def is_own_origin(request: web.Request, origin: str) -> bool:
     page, configured = urlsplit(origin), urlsplit(request.app[SERVICES].settings.console_url)
     if page.scheme not in ("http", "https") or not page.netloc:
         return False
+    if page.scheme == "http" and is_tls(request):
+        return False  # anybody on the way may have made that page
     return page.netloc.lower() == request.host.lower() or _place(page) == _place(configured)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 from zoneinfo import available_timezones
 
 from aiohttp import web
@@ -16,7 +16,7 @@ from stencilpress.gateway.api.admin.views import LimitChanges, NewTenant, QuotaV
 from stencilpress.gateway.catalog.limits import TARGET_MODULES
 from stencilpress.gateway.errors import ApiError, NotFoundError, UnavailableError
 from stencilpress.web.ask import ask
-from stencilpress.web.console import PREFIX
+from stencilpress.web.console import PREFIX, of_tenant
 from stencilpress.web.forms import Shown, errors_of, read_form, shown_again, to_struct
 from stencilpress.web.page import page, redirect, render, tenant_of
 
@@ -65,7 +65,7 @@ async def change_plan(request: web.Request) -> web.StreamResponse:
 
 
 def settings_of(tenant: str) -> str:
-    return SETTINGS.replace("{tenant}", quote(tenant))
+    return of_tenant(SETTINGS, tenant)
 
 
 async def _list(request: web.Request, error: ApiError | None = None, form: Shown | None = None) -> web.Response:

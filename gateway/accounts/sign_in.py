@@ -69,6 +69,17 @@ async def confirm_password(db: Database, passwords: Passwords, user: User, passw
         raise InvalidRequestError("current: is not your password", param="current") from None
 
 
+async def admit_identity(db: Database, address: str) -> None:
+    """Count an attempt to sign in by what an identity provider says: it is asked for each, so nobody may have it asked
+    without end. Raises :class:`RateLimitError`, :class:`UnavailableError`."""
+    await _admit(db, _subject("address", _network(address)), ADDRESS_ATTEMPTS, "", address)
+
+
+async def forgive_identity(db: Database, address: str, email: str) -> None:
+    """Give an attempt back that was right, as :func:`sign_in` does."""
+    await forgive_attempts(db, _subject("account", email), _subject("address", _network(address)))
+
+
 async def _admit(db: Database, subject: bytes, limit: int, email: str, address: str) -> None:
     count, until = await count_attempt(db, subject, WINDOW)
     if count <= limit:

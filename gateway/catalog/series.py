@@ -115,17 +115,6 @@ async def usage_series(db: Database, subject: Subject, axis: Axis) -> list[Usage
     return await asyncio.to_thread(_in_steps, rows, axis)  # tens of milliseconds: streams must not wait for it
 
 
-async def adapter_series(
-    db: Database, tenant_id: int, adapters: Sequence[str], axis: Axis
-) -> dict[str, list[UsageSum]]:
-    """The series of some adapters of a tenant."""
-    table = UsageRollupRow
-    query = _on_axis(select(table.__table__), table, tenant_id, axis.period, axis).where(table.adapter.in_(adapters))
-    async with db.read() as session:
-        rows = (await session.execute(query)).all()
-    return await asyncio.to_thread(_by_key, rows, adapters, axis, lambda row: row.adapter)
-
-
 async def series_of_names(
     db: Database, names: Sequence[tuple[int, str]], axis: Axis
 ) -> dict[tuple[int, str], list[UsageSum]]:

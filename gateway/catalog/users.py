@@ -147,11 +147,16 @@ async def get_user(db: Database, user_id: str, tenant: str | None = None, *, act
 async def change_role(
     db: Database, user_id: str, role: Role, tenant: str | None = None, *, actor: Actor = SYSTEM
 ) -> User:
-    """Raises :class:`NotFoundError`, :class:`InvalidRequestError`, :class:`PermissionDeniedError`."""
+    """Whoever becomes an operator needs a link for a new password, which then only operators can make.
+
+    Raises :class:`NotFoundError`, :class:`InvalidRequestError`, :class:`PermissionDeniedError`.
+    """
     check_role(actor, role)
 
     async def apply(session: AsyncSession, row: UserRow) -> None:
         if row.role != role.value:
+            if role is Role.OPERATOR:  # others could make links for this account, and may know the password
+                row.password_hash = None
             row.role = role.value
             await end_access(session, row.public_id)  # whoever holds a link of theirs must not come by the new role
 
@@ -204,11 +209,18 @@ async def rehash_password(db: Database, user_id: str, old_hash: str, new_hash: s
 
 
 async def bind_subject(db: Database, user_id: str, oidc_subject: str, *, actor: Actor = SYSTEM) -> None:
-    """Remember whom the identity provider means, from the first sign-in on. Raises :class:`NotFoundError`."""
+    """Remember whom the identity provider means, from the first sign-in on.
+
+    Until then nobody had shown that the address is theirs: whoever sent the invitation may have used it. So what was
+    set by links ends, but not what operators set for operators. Raises :class:`NotFoundError`.
+    """
     async with db.write() as session:
         row, _ = await _visible_row(session, user_id, None, SYSTEM, lock=True)
         before = _facts(row)
         row.oidc_subject = oidc_subject
+        if row.role != Role.OPERATOR.value:
+            row.password_hash = None
+            await end_access(session, row.public_id)
         audit(session, actor, "user.bind", _target(row), before, _facts(row))
 
 

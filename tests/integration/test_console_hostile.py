@@ -10,12 +10,14 @@ import hmac
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.parse import urlencode
 
 import aiohttp
 import pytest
 import pytest_asyncio
 
+from stencilpress.gateway import change_limit
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.api import ws
 from stencilpress.gateway.api.admin.router import OPERATIONS
@@ -23,6 +25,7 @@ from stencilpress.gateway.catalog.credentials import revoke_key
 from stencilpress.gateway.catalog.users import disable_user
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.live import MAX_TENANT_LISTENERS
+from stencilpress.web import chat_socket
 from stencilpress.web.headers import HEADERS
 from tests.integration.console_harness import PASSWORD, Browser, make_user, running_console, signed_in
 from tests.integration.gateway_harness import Gateway
@@ -246,13 +249,84 @@ async def test_one_of_several_who_use_a_link_at_once_sets_the_password(shared: G
 async def test_the_audit_log_of_a_tenant_does_not_tell_of_operators(shared: Gateway) -> None:
     operator, viewer = await signed_in(shared, Role.OPERATOR), await signed_in(shared, Role.VIEWER)
     assert operator.user is not None
+    assert viewer.user is not None
     key = await issue_key(shared.services.db, "demo", "root", role=Role.OPERATOR)
-    mine, theirs = [
-        [one["target"] for one in (await who.api("GET", "/tenants/demo/audit?limit=200"))["data"]]
-        for who in (viewer, operator)
-    ]
+    await operator.submit(f"/console/t/demo/members/{viewer.user.public_id}/reset", 200)
+    path = "/tenants/demo/audit?limit=200"
+    mine, theirs = [(await who.api("GET", path))["data"] for who in (viewer, operator)]
     hidden = {f"user:{operator.user.public_id}", f"key:{key.key.public_id}"}
-    assert hidden <= set(theirs)
-    assert hidden.isdisjoint(mine)
-    assert f"user:{viewer.user.public_id}" in mine if viewer.user else False
-    assert operator.user.email not in (await viewer.get("/console/t/demo/audit")).text
+    assert hidden <= {one["target"] for one in theirs}
+    assert hidden.isdisjoint(one["target"] for one in mine)
+    [sent] = [one for one in mine if one["action"] == "user.reset_link" and one["actor"].endswith(operator.user.email)]
+    assert sent["target"] == f"user:{viewer.user.public_id}", "what is done to the tenant it sees"
+    assert {one["source"] for one in mine if one["role"] == "operator"} == {""}
+    assert {one["source"] for one in mine if one["role"] == "viewer"} == {"127.0.0.1"}
+
+
+async def test_a_flood_of_changes_is_refused_and_others_go_on(shared: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    flooding, other = await signed_in(shared, Role.ADMIN, "other"), await signed_in(shared, Role.ADMIN)
+    operator = await signed_in(shared, Role.OPERATOR, "other")
+    monkeypatch.setattr(change_limit, "MAX_CHANGES", 3)
+    shared.services.change_limit._counts.clear()
+    for _ in range(3):
+        await flooding.api("POST", "/tenants/other/keys", {"label": "more"}, status=201)
+    refused = await flooding.api("POST", "/tenants/other/keys", {"label": "more"}, status=429)
+    assert refused["error"]["dimension"] == "changes_per_minute"
+    assert 0 < refused["error"]["retry_after_ms"] <= 60_000
+    page = await flooding.submit("/console/t/other/members", 429, email="more@example.com", role="viewer")
+    assert "changes a minute" in page.words
+    await flooding.get("/console/t/other/keys")
+    await operator.api("POST", "/tenants/other/keys", {"label": "operator's"}, status=201)
+    await other.api("POST", "/tenants/demo/keys", {"label": "another tenant's"}, status=201)
+    shared.services.change_limit._counts.clear()
+
+
+async def test_a_user_has_so_many_chats_open(shared: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_socket, "MAX_SOCKETS", 2)
+    browser = await signed_in(shared, Role.ADMIN)
+
+    async def connect() -> aiohttp.ClientWebSocketResponse:
+        return await browser.http.ws_connect(f"{shared.url}/console/chat/ws", headers={"Origin": shared.url})
+
+    first, second = await connect(), await connect()
+    with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+        await connect()
+    assert refused.value.status == 503
+    await first.close()
+    async with asyncio.timeout(20):
+        while True:  # the server notices by itself
+            try:
+                third = await connect()
+                break
+            except aiohttp.WSServerHandshakeError:
+                continue
+    await second.close()
+    await third.close()
+
+
+async def test_whoever_becomes_an_operator_needs_a_new_password(shared: Gateway, admin: Browser) -> None:
+    """An admin can make links for the tenant's accounts, so may know the password of any."""
+    operator, viewer = await signed_in(shared, Role.OPERATOR), await signed_in(shared, Role.VIEWER)
+    assert viewer.user is not None
+    at = f"/console/t/demo/members/{viewer.user.public_id}"
+    await operator.submit(f"{at}/role", role="operator")
+    assert "Send a link for a new password" in (await operator.get("/console/t/demo/members")).words
+    await Browser(shared).sign_in(viewer.user.email, status=422)
+    await admin.submit(f"{at}/reset", 404)
+    issued = await operator.submit(f"{at}/reset", 200)
+    found = re.search(r"/console/setup/[\w-]{43}", issued.text)
+    assert found
+    await Browser(shared).submit(found[0], password=f"{PASSWORD} 2", repeated=f"{PASSWORD} 2")
+    await Browser(shared).sign_in(viewer.user.email, f"{PASSWORD} 2")
+
+
+async def test_over_tls_a_page_without_it_is_another_site(tmp_path: Path) -> None:
+    async with running_console(tmp_path, console_url="https://press.example") as gateway:
+        browser = Browser(gateway)
+        for origin, status in (("http://press.example", 403), ("https://press.example", 422)):
+            headers = {"Origin": origin, "Host": "press.example"}
+            page = await browser.request("GET", "/console/sign-in", headers=headers)
+            visit = page.headers["Set-Cookie"].partition(";")[0]
+            form = {"csrf": page.csrf, "email": "a@example.com", "password": PASSWORD}
+            answer = await browser.request("POST", "/console/sign-in", data=form, headers={**headers, "Cookie": visit})
+            assert answer.status == status, origin

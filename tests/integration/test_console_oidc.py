@@ -18,10 +18,13 @@ import pytest_asyncio
 from aiohttp import web
 from joserfc import jwt
 from joserfc.jwk import KeySet, OctKey, RSAKey
+from sqlalchemy import delete
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway.access import Role
+from stencilpress.gateway.accounts import sign_in
 from stencilpress.gateway.accounts.oidc import Identity, provider_of, read_grants
+from stencilpress.gateway.catalog.account_models import AttemptRow
 from stencilpress.gateway.catalog.users import add_user, disable_user, find_account
 from stencilpress.gateway.errors import UnavailableError
 from tests.integration.console_harness import Answer, Browser, running_console
@@ -251,6 +254,19 @@ async def test_a_token_that_is_not_right_signs_nobody_in(
     answer = await go(browser)
     assert answer.status == 403, answer.words
     assert not await is_signed_in(browser)
+
+
+async def test_nobody_has_the_provider_asked_without_end(
+    gateway: Gateway, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sign_in, "ADDRESS_ATTEMPTS", 2)
+    async with gateway.services.db.write() as session:
+        await session.execute(delete(AttemptRow))  # of other tests
+    await add_user(gateway.services.db, "demo", provider.email, Role.ADMIN)
+    for _ in range(3):
+        assert (await go(Browser(gateway))).status == 303, "what is right does not count"
+    provider.spoil = SPOILS["nonce"]
+    assert [(await go(Browser(gateway))).status for _ in range(3)] == [403, 403, 429]
 
 
 async def test_a_new_key_of_the_provider_is_taken(gateway: Gateway, provider: FakeProvider) -> None:

@@ -21,6 +21,7 @@ from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant, d
 from stencilpress.gateway.catalog.users import (
     User,
     add_user,
+    bind_subject,
     change_role,
     check_email,
     disable_user,
@@ -167,6 +168,22 @@ async def test_links_expire_and_give_way_to_newer_ones(db: Database, passwords: 
         await session.execute(update(OneTimeLinkRow).values(expires_at=datetime.now(UTC) - timedelta(seconds=1)))
     with pytest.raises(NotFoundError):
         await use_link(db, passwords, token, PASSWORD, "", source="")
+
+
+async def test_who_sent_the_invitation_does_not_share_the_account_that_another_service_binds(
+    db: Database, passwords: Passwords
+) -> None:
+    user = await user_with_password(db, passwords)
+    _, path = await reset_link(db, user.public_id)
+    operator = await add_user(db, "acme", "op@example.com", Role.OPERATOR)
+    await set_password(db, operator.public_id, await passwords.hash(PASSWORD))
+    for one in (user, operator):
+        await bind_subject(db, one.public_id, f"https://login.example {one.public_id}")
+    with pytest.raises(SignInError):
+        await sign_in(db, passwords, user.email, PASSWORD, "10.0.0.1")
+    with pytest.raises(NotFoundError):
+        await use_link(db, passwords, path.rpartition("/")[2], PASSWORD, "", source="")
+    await sign_in(db, passwords, operator.email, PASSWORD, "10.0.0.1")
 
 
 async def test_a_disabled_user_cannot_come_back_by_a_link(db: Database, passwords: Passwords) -> None:

@@ -12,7 +12,14 @@ from stencilpress.gateway.catalog.aliases import move_alias, roll_back, rollback
 from stencilpress.gateway.catalog.audit import actors_of
 from stencilpress.gateway.catalog.lifecycle import delete_adapter, delete_version, last_runs, record_run, set_suite
 from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion
-from stencilpress.gateway.catalog.series import adapter_series, choose_axis, series_of_names, series_of_versions, total
+from stencilpress.gateway.catalog.series import (
+    Subject,
+    choose_axis,
+    series_of_names,
+    series_of_versions,
+    total,
+    usage_series,
+)
 from stencilpress.gateway.catalog.serving import serving_versions
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
@@ -109,7 +116,7 @@ async def test_series_of_several_are_those_of_each(db: Database) -> None:
     series = await series_of_names(db, names, axis)
     assert list(series) == names
     for tenant_id, name in names:
-        assert series[tenant_id, name] == (await adapter_series(db, tenant_id, [name], axis))[name]
+        assert series[tenant_id, name] == await usage_series(db, Subject(tenant_id, name), axis)
     assert await series_of_names(db, [], axis) == {}
     versions = await series_of_versions(db, 2, "pirate", [1, 2, 9], axis)
     expected = [

@@ -16,7 +16,6 @@ from stencilpress.gateway.catalog.series import (
     MAX_POINTS,
     Axis,
     Subject,
-    adapter_series,
     choose_axis,
     total,
     usage_series,
@@ -104,15 +103,6 @@ async def test_the_span_before_ends_where_the_span_begins(db: Database) -> None:
     assert before.end == axis.start
     found = total(await usage_series(db, Subject(), before))
     check(found, [row for row in rows if before.start <= row.admitted_at < before.end])
-
-
-async def test_series_of_adapters_are_those_of_each(db: Database) -> None:
-    await filled(db)
-    axis = choose_axis(NOON - timedelta(hours=24), NOON, points=24, now=NOON)
-    found = await adapter_series(db, 1, ["poet", "pirate", "nobody"], axis)
-    for adapter, steps in found.items():
-        assert steps == await usage_series(db, Subject(1, adapter), axis)
-    assert total(found["nobody"]) == UsageSum()
 
 
 async def test_tops_are_those_of_the_rows(db: Database) -> None:

@@ -24,17 +24,10 @@ from stencilpress.web.adapters.frame import ADAPTER, adapter_path, find_adapter,
 from stencilpress.web.ask import ask
 from stencilpress.web.forms import errors_of, read_form, to_struct
 from stencilpress.web.page import page, redirect, tenant_of
+from stencilpress.web.sampling import CONTROLS
 
 VERSION = f"{ADAPTER}/versions/{{version}}"
-SAMPLING = (
-    ("temperature", "Temperature", "0 to 2", "0.05"),
-    ("top_p", "Top p", "0 to 1", "0.01"),
-    ("top_k", "Top k", "−1 is no limit", "1"),
-    ("min_p", "Min p", "0 to 1", "0.01"),
-    ("presence_penalty", "Presence penalty", "−2 to 2", "0.1"),
-    ("frequency_penalty", "Frequency penalty", "−2 to 2", "0.1"),
-    ("repetition_penalty", "Repetition penalty", "above 0, up to 10", "0.05"),
-)
+SAMPLING = tuple(one for one in CONTROLS if one.name in VersionDefaults.__struct_fields__)
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
@@ -100,17 +93,8 @@ async def _page(
     adapter = await find_adapter(request)
     version = _version_of(adapter, request.match_info["version"])
     usable = adapter.deleted_at is None and version.deleted_at is None
-    other = request.query.get("other", "")
-    diff, problem = await _diff(request, other) if usable and other else (None, "")
-    runs: list[SmokeRunView] = (await _ask(request, list_smoke_runs)).data if usable else []
-    suite: SmokeSuiteView | None = None
-    if usable:
-        suite = await ask(request, get_smoke_prompts, tenant=tenant_of(request).name, adapter=adapter.name)
     targets = [f"version:{version.version}"]
     added_by = await actors_of(request.app[SERVICES].db, tenant_of(request).id, "version.add", targets)
-    contents = await _contents(request) if usable else None
-    series = await series_of(request, adapter.name, version.number) if usable else None
-    used = series is not None and series.total.requests > 0
     return show(
         request,
         "adapters/version.html",
@@ -120,23 +104,49 @@ async def _page(
         status=status,
         version=version,
         usable=usable,
-        totals=None if series is None else series.total,
-        charts=version_charts(series) if series is not None and used else [],
         seen=await places_of(request, [version.digest]),
         added_by=added_by.get(targets[0], "system"),
-        contents=contents,
-        config=None if contents is None else msgspec.json.format(msgspec.json.encode(contents.config)).decode(),
         defaults=msgspec.to_builtins(version.defaults) if typed is None else typed,
         sampling=SAMPLING,
         errors=errors or {},
-        runs=runs,
-        suite=suite,
         others=[one.number for one in live(adapter) if one.number != version.number],
-        other=other,
-        diff=diff,
-        diff_problem=problem,
         bars_shown=SHOWN,
+        **(await _in_use(request, version) if usable else _OUT_OF_USE),
     )
+
+
+_OUT_OF_USE: Mapping[str, Any] = {
+    "contents": None,
+    "config": None,
+    "totals": None,
+    "charts": [],
+    "runs": [],
+    "suite": None,
+    "other": "",
+    "diff": None,
+    "diff_problem": "",
+}
+
+
+async def _in_use(request: web.Request, version: VersionView) -> dict[str, Any]:
+    """What the page shows of a version that can be used alone."""
+    tenant, name, other = tenant_of(request).name, request.match_info["adapter"], request.query.get("other", "")
+    contents = await _contents(request)
+    series = await series_of(request, name, version.number)
+    suite: SmokeSuiteView = await ask(request, get_smoke_prompts, tenant=tenant, adapter=name)
+    runs: list[SmokeRunView] = (await _ask(request, list_smoke_runs)).data
+    diff, problem = await _diff(request, other) if other else (None, "")
+    return {
+        "contents": contents,
+        "config": None if contents is None else msgspec.json.format(msgspec.json.encode(contents.config)).decode(),
+        "totals": series.total,
+        "charts": version_charts(series) if series.total.requests else [],
+        "runs": runs,
+        "suite": suite,
+        "other": other,
+        "diff": diff,
+        "diff_problem": problem,
+    }
 
 
 def _version_of(adapter: AdapterView, text: str) -> VersionView:

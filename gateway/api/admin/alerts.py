@@ -26,6 +26,7 @@ from stencilpress.gateway.api.admin.alert_views import (
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.catalog import alert_outbox, alerts
 from stencilpress.gateway.catalog.alert_outbox import OPERATOR, Webhook
+from stencilpress.gateway.change_limit import TRIAL_COST
 from stencilpress.gateway.errors import NotFoundError
 
 Which = Literal["open", "pending", "firing", "resolved", "all"]
@@ -146,6 +147,7 @@ async def remove_alert_webhook(call: Call) -> web.Response:
 async def try_alert_webhook(call: Call) -> Trial:
     """Send a test notification now and say how it fared."""
     hook = await alert_outbox.get_webhook(call.services.db, call.tenant.id)
+    call.services.change_limit.admit(call.tenant.id, call.actor.role, TRIAL_COST)
     return await _try(call, hook, f"tenant/{call.tenant.name}", trusted=False)
 
 

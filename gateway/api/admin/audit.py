@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from msgspec import Meta
@@ -10,6 +11,7 @@ from stencilpress.gateway.access import Permission, Role
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.api.admin.views import AuditView
 from stencilpress.gateway.catalog import audit
+from stencilpress.gateway.catalog.records import AuditEntry
 
 
 class AuditQuery(PageQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +35,7 @@ async def list_tenant_audit(call: Call, query: AuditQuery) -> Page[AuditView]:
 
 
 async def _page(call: Call, query: AuditQuery, tenant_id: int | None) -> Page[AuditView]:
+    operators = call.actor.role is Role.OPERATOR
     found = await audit.list_audit(
         call.services.db,
         tenant_id=tenant_id,
@@ -41,9 +44,15 @@ async def _page(call: Call, query: AuditQuery, tenant_id: int | None) -> Page[Au
         action=query.action,
         before_id=decode_cursor(query.after, int),
         limit=query.limit + 1,
-        operators=call.actor.role is Role.OPERATOR,
+        operators=operators,
     )
-    return paged(found, query.limit, lambda one: one.id, AuditView.of)
+    shown = found if operators else [_without_source(one) for one in found]
+    return paged(shown, query.limit, lambda one: one.id, AuditView.of)
+
+
+def _without_source(one: AuditEntry) -> AuditEntry:
+    """Where operators are, and their servers' names, is not the tenants' business."""
+    return replace(one, source="") if one.role == Role.OPERATOR.value else one
 
 
 OPERATIONS = (list_audit, list_tenant_audit)

@@ -52,6 +52,9 @@ def handler_of(operation: Operation, who: Callable[[web.Request], Awaitable[Aske
 
     async def handle(request: web.Request) -> web.StreamResponse:
         asker = await who(request)
+        if operation.method != "GET" and not operation.accepts:  # files have limits of their own
+            services = request.app[SERVICES]
+            services.change_limit.admit(asker.principal.tenant_id, asker.principal.role)
         answer = await perform(operation, request, asker, request.match_info, lambda: _read_given(operation, request))
         if isinstance(answer, web.StreamResponse):
             return answer
