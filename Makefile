@@ -3,6 +3,8 @@ VENV ?= .venv
 # Another package index for torch alone, for instance one that serves CPU or CUDA builds.
 TORCH_INDEX ?=
 T ?=
+# Processes that share the tests, file by file.
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -38,7 +40,7 @@ check: $(VENV)/.test ## format, lint, types, import contracts
 
 test: $(VENV)/.test ## the test suite: CPU only, no Docker (T=path for a part)
 	@$(BIN)/python -m tests.demo_base
-	$(BIN)/python -m pytest $(T)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(T)
 
 test-gpu: $(VENV)/.test ## kernels on an NVIDIA GPU against float32
 	$(BIN)/python -m pytest tests/gpu
