@@ -48,10 +48,15 @@ class _Protocol(RequestHandler):
 
     def handle_error(self, request: Any, status: int = 500, exc: Any = None, message: Any = None) -> web.StreamResponse:
         """What aiohttp answers in plain text, by itself: mostly to what is malformed."""
-        super().handle_error(request, status, exc, message)  # logs; raises if an answer has begun
+        if status >= 500:
+            super().handle_error(request, status, exc, message)  # logs; raises if an answer has begun
+        else:  # anybody may send such things for ever, so there is no error and no traceback in the log
+            logger.info("a request from %s is no HTTP: %s", request.remote, type(exc).__name__)
+            if request.writer.output_size > 0:
+                raise ConnectionError("an answer has begun already")
         malformed = InvalidRequestError("The request is not well-formed HTTP.", code="malformed_request")
         error = malformed if status < 500 else InternalError()
-        headers = {"Server": "stencilpress"}
+        headers = {"Server": "stencilpress", "X-Content-Type-Options": "nosniff"}
         response = web.Response(status=status, headers=headers, body=error.body(), content_type="application/json")
         response.force_close()
         return response

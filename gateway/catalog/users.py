@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Select, delete, select
+from sqlalchemy import Select, delete, func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -27,6 +27,8 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import tenant_row, to_tenant
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
 
+MAX_USERS = 1000
+"""Of one tenant: an address belongs to one user of all, so nobody may take them without end."""
 _PUBLIC_CHARS = 12
 _EMAIL = re.compile(r"[^\s@<>\"'(),:;\\\[\]]{1,64}@[^\s@<>\"'(),:;\\\[\]]+")
 
@@ -85,11 +87,19 @@ async def add_user(db: Database, tenant: str, email: str, role: Role, *, actor: 
             owner = await tenant_row(session, tenant)
             if owner.disabled_at is not None:
                 raise ConflictError(f"tenant: {tenant!r} is disabled", param="tenant")
+            await _check_room(session, owner)
             row = new_user(session, owner, kept, role, actor)
             await session.flush()
     except IntegrityError:
         raise ConflictError(f"email: {kept!r} belongs to a user already", param="email") from None
     return to_user(row, owner.name)
+
+
+async def _check_room(session: AsyncSession, owner: TenantRow) -> None:
+    """Raises :class:`ConflictError`."""
+    count = await session.scalar(select(func.count()).where(UserRow.tenant_id == owner.id))
+    if (count or 0) >= MAX_USERS:
+        raise ConflictError(f"tenant: {owner.name!r} has {MAX_USERS} users already", param="tenant")
 
 
 def new_user(session: AsyncSession, owner: TenantRow, email: str, role: Role, actor: Actor) -> UserRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -36,7 +37,9 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n"],
     ids=["no HTTP", "unknown version", "long header"],
 )
-async def test_what_is_no_http_gets_the_apis_error(gateway: Gateway, sent: bytes) -> None:
+async def test_what_is_no_http_gets_the_apis_error_and_fills_no_log(
+    gateway: Gateway, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
     writer.write(sent)
     answer = await reader.read()
@@ -46,6 +49,7 @@ async def test_what_is_no_http_gets_the_apis_error(gateway: Gateway, sent: bytes
     assert b"aiohttp" not in head
     assert b"application/json" in head
     assert b'"code":"malformed_request"' in body
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info] == []
 
 
 async def test_a_page_may_ask_before_it_sends_and_read_the_answer(gateway: Gateway) -> None:

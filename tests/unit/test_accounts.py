@@ -14,6 +14,7 @@ from stencilpress.gateway.accounts import sign_in as signing
 from stencilpress.gateway.accounts.links import OPERATORS, find_link, first_path, invite, reset_link, use_link
 from stencilpress.gateway.accounts.passwords import MAX_WAITING, Passwords, check_password
 from stencilpress.gateway.accounts.sign_in import ACCOUNT_ATTEMPTS, SignInError, sign_in
+from stencilpress.gateway.catalog import users
 from stencilpress.gateway.catalog.account_models import AttemptRow, OneTimeLinkRow
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.session import Database
@@ -184,6 +185,15 @@ async def test_who_sent_the_invitation_does_not_share_the_account_that_another_s
     with pytest.raises(NotFoundError):
         await use_link(db, passwords, path.rpartition("/")[2], PASSWORD, "", source="")
     await sign_in(db, passwords, operator.email, PASSWORD, "10.0.0.1")
+
+
+async def test_a_tenant_has_so_many_users(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    await create_tenant(db, "acme")
+    monkeypatch.setattr(users, "MAX_USERS", 2)
+    for number in range(2):
+        await add_user(db, "acme", f"u{number}@example.com", Role.VIEWER)
+    with pytest.raises(ConflictError, match="2 users already"):
+        await add_user(db, "acme", "more@example.com", Role.VIEWER)
 
 
 async def test_a_disabled_user_cannot_come_back_by_a_link(db: Database, passwords: Passwords) -> None:
