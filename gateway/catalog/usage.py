@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import datetime
 from typing import cast
 
-from sqlalchemy import Table, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, Table, func, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import InstrumentedAttribute
 
-from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow
+from stencilpress.gateway.catalog.models import UsageRequestRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import instant
 from stencilpress.gateway.usage.record import UsageRow
@@ -32,21 +34,22 @@ async def tokens_used(db: Database, tenant_id: int, start_s: int, end_s: int) ->
     From the roll-ups of whole hours, and from rows for what is not rolled up yet and for parts of hours.
     """
     first_s, last_s = -(-start_s // 3600) * 3600, end_s // 3600 * 3600
-    rolled = select(func.sum(UsageRollupRow.prompt_tokens + UsageRollupRow.completion_tokens)).where(
-        UsageRollupRow.tenant_id == tenant_id,
-        UsageRollupRow.period == "hour",
-        UsageRollupRow.starts_at >= instant(first_s),
-        UsageRollupRow.starts_at < instant(last_s),
-    )
-    admitted = UsageRequestRow.admitted_at
-    whole = and_(admitted >= instant(first_s), admitted < instant(last_s), UsageRequestRow.rolled_up.is_(False))
-    edges = [
-        and_(admitted >= instant(low), admitted < instant(high))
-        for low, high in ((start_s, first_s), (last_s, end_s))
-        if low < high
-    ]
-    rows = select(func.sum(UsageRequestRow.prompt_tokens + UsageRequestRow.completion_tokens)).where(
-        UsageRequestRow.tenant_id == tenant_id, or_(whole, *edges)
-    )
-    async with db.read() as session:
-        return int(await session.scalar(rolled) or 0) + int(await session.scalar(rows) or 0)
+    if first_s > last_s:  # inside one hour
+        first_s = last_s = end_s
+    rollup, row = UsageTenantRollupRow, UsageRequestRow
+    whole_hours = _within(rollup.starts_at, first_s, last_s)
+    sums = [_tokens(rollup).where(rollup.tenant_id == tenant_id, rollup.period == "hour", *whole_hours)]
+    mine = _tokens(row).where(row.tenant_id == tenant_id)
+    sums.append(mine.where(~row.rolled_up, *_within(row.admitted_at, first_s, last_s)))
+    sums += [mine.where(*_within(row.admitted_at, *edge)) for edge in ((start_s, first_s), (last_s, end_s))]
+    async with db.read() as session:  # one statement sees no row twice, or not at all, that is rolled up meanwhile
+        (found,) = await session.execute(select(*(one.scalar_subquery() for one in sums)))
+    return sum(int(one or 0) for one in found)
+
+
+def _tokens(table: type[UsageTenantRollupRow] | type[UsageRequestRow]) -> Select[tuple[int]]:
+    return select(func.sum(table.prompt_tokens + table.completion_tokens))
+
+
+def _within(moment: InstrumentedAttribute[datetime], start_s: int, end_s: int) -> tuple[ColumnElement[bool], ...]:
+    return moment >= instant(start_s), moment < instant(end_s)

@@ -52,7 +52,7 @@ async def roll_up(db: Database, limit: int = BATCH) -> int:
     """
     pending = (
         select(UsageRequestRow.__table__)
-        .where(UsageRequestRow.rolled_up.is_(False))
+        .where(~UsageRequestRow.rolled_up)
         .order_by(UsageRequestRow.key)
         .limit(limit)
         .with_for_update(skip_locked=True)

@@ -42,11 +42,18 @@ class SharedStore:
         """``now_ms`` replaces the server's clock, for tests. Raises :class:`SettingsError` (URL, missing package)."""
         try:
             from redis.asyncio import Redis
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
             from redis.exceptions import NoScriptError, RedisError
         except ImportError:
             raise SettingsError("STENCILPRESS_QUOTA_STORE needs the extra: pip install 'stencilpress[redis]'") from None
         try:
-            self._redis = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+            self._redis = Redis.from_url(
+                url,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),  # a second try may charge twice
+            )
         except ValueError as error:
             raise SettingsError(f"STENCILPRESS_QUOTA_STORE: {error}") from None
         self.now_ms = now_ms
@@ -118,16 +125,25 @@ class SharedStore:
                     future.set_result(answer)
 
     async def _round_trip(self, calls: list[list[str | int]]) -> list[Any]:
-        """The answer, or the exception, of each call. A store that began anew is given the script."""
-        for _ in range(2):
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for arguments in calls:
-                    pipe.execute_command("EVALSHA", self._digest, *arguments)
-                answers = await pipe.execute(raise_on_error=False)
-            if not any(isinstance(answer, self._unknown_script) for answer in answers):
-                break
-            await self._redis.script_load(self._script)  # no call of the batch has run: the script is there or not
+        """The answer, or the exception, of each call. A store that began anew is given the script.
+
+        Another gateway may give it the script while it works through these calls: only those that found none are sent
+        again, or the others would charge twice.
+        """
+        answers = await self._send(calls)
+        missed = [at for at, answer in enumerate(answers) if isinstance(answer, self._unknown_script)]
+        if missed:
+            await self._redis.script_load(self._script)
+            for at, answer in zip(missed, await self._send([calls[at] for at in missed]), strict=True):
+                answers[at] = answer
         return answers
+
+    async def _send(self, calls: list[list[str | int]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for arguments in calls:
+                pipe.execute_command("EVALSHA", self._digest, *arguments)
+            answers: list[Any] = await pipe.execute(raise_on_error=False)
+            return answers
 
     def _fail(self, calls: list[_Call], reason: str) -> None:
         for _, future in calls:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from openai import AsyncOpenAI
 
 from bench.server import Server, serving
 from tests.demo_base import NAME as BASE
+from tests.shared_memory import shared_memory_names
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,10 +28,10 @@ LONG = 700
 @pytest.fixture
 def fresh(demo_data: Path) -> Iterator[Server]:
     """A server of its own, since the test kills parts of it. Nothing may be left in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))  # noqa: PTH208, S108 - names only; the place is the point
+    before = shared_memory_names()
     with serving(demo_data, max_model_len="1024") as running:
         yield running
-    assert set(os.listdir("/dev/shm")) == before  # noqa: PTH208, S108
+    assert shared_memory_names() == before
 
 
 def child(server: Server, kind: str) -> psutil.Process:

@@ -22,6 +22,7 @@ import pytest
 from stencilpress.children import PULSE_INTERVAL_S, PULSES_MISSED
 from stencilpress.engine.heartbeat import LEAST_LIMIT_S
 from stencilpress.engine.threads import usable_cores
+from tests.shared_memory import shared_memory_names
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 5.0
@@ -86,10 +87,6 @@ def gone(processes: list[psutil.Process]) -> Callable[[], bool]:
     return lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-def shared_memory() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}  # noqa: S108 - the place is the point
-
-
 def test_ready_is_told_once_and_requests_work_through_every_gateway(tmp_path: Path) -> None:
     with serving(tmp_path, "--gateways", "2") as server:
         assert server.open("/stream/4").read() == b"1\n2\n3\n1\nfinished length "
@@ -102,7 +99,7 @@ def test_ready_is_told_once_and_requests_work_through_every_gateway(tmp_path: Pa
 def test_a_signal_stops_everything_within_five_seconds_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    before = shared_memory()
+    before = shared_memory_names()
     with serving(tmp_path, "--engine=--step-delay-ms 20") as server:
         stream = server.open("/stream/100000")
         assert stream.readline() == b"1\n"
@@ -111,7 +108,7 @@ def test_a_signal_stops_everything_within_five_seconds_and_leaves_nothing(
         assert server.process.wait(LIMIT_S) == 0
         assert gone(children)()
     assert [entry.name for entry in (tmp_path / "v1" / "run").iterdir()] == ["lock"]
-    assert shared_memory() == before
+    assert shared_memory_names() == before
 
 
 def test_a_gateway_that_does_not_drain_is_killed_in_time(tmp_path: Path) -> None:

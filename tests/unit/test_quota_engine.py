@@ -351,3 +351,27 @@ async def test_levels_begin_with_what_the_rows_say_and_follow_the_reservations(v
     async with shared_quotas("redis://127.0.0.1:1") as lost:
         with pytest.raises(UnavailableError):
             await lost.levels(1, quota)
+
+
+async def test_a_script_that_another_gateway_brings_meanwhile_charges_nobody_twice(valkey: Any) -> None:
+    quota = Quota(tokens_per_minute=10_000)
+    async with shared_quotas(valkey.connection_url) as quotas:
+        store = quotas._store
+        assert isinstance(store, GuardedStore)
+        shared, asked = store.shared, []
+        send = shared._send
+
+        async def half_known(calls: list[list[str | int]]) -> list[Any]:
+            """As if the script came when half of the first calls were through."""
+            asked.append(len(calls))
+            if len(asked) > 1:
+                return await send(calls)
+            await shared._redis.script_load(shared._script)
+            half = len(calls) // 2
+            return [shared._unknown_script() for _ in calls[:half]] + await send(calls[half:])
+
+        shared._send = half_known  # type: ignore[method-assign]
+        asks = [quotas.reserve(5, quota, 10) for _ in range(20)]
+        await asyncio.gather(*asks)
+        assert (await quotas.levels(5, quota)).tokens_per_minute == 200
+        assert asked[:2] == [20, 10]

@@ -225,6 +225,7 @@ async def test_used_tokens_count_rows_and_roll_ups_once_also_over_parts_of_hours
         assert await tokens_used(db, 7, start, start + 3600) == 4 * 31
         assert await tokens_used(db, 7, start - 1800, start + 1800) == 4 * 31
         assert await tokens_used(db, 7, start - 1800, start + 5400) == 7 * 31
+        assert await tokens_used(db, 7, start + 60, start + 1900) == 2 * 31
         assert await tokens_used(db, 8, start - 7200, start + 7200) == 0
         await roll_up(db, limit=5)
     while await roll_up(db):
