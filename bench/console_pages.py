@@ -41,6 +41,8 @@ PATHS = (
 
 
 FIRST_VISITS = {
+    "/console/?format=engines first visitor, 1 day": ("/console/?format=engines", timedelta(days=1)),
+    "/console/?format=engines first visitor, 30 days": ("/console/?format=engines", timedelta(days=30)),
     "/console/ first visitor, 1 hour": ("/console/", timedelta(hours=1)),
     "/console/ first visitor, 1 day": ("/console/", timedelta(days=1)),
     "/console/ first visitor, 30 days": ("/console/", timedelta(days=30)),
@@ -57,7 +59,7 @@ def paths() -> dict[str, Callable[[int], str]]:
     def fresh(path: str, length: timedelta) -> Callable[[int], str]:
         def of(number: int) -> str:
             end = now - timedelta(seconds=number)
-            return f"{path}?{urlencode({'start': (end - length).isoformat(), 'end': end.isoformat()})}"
+            return f"{path}{'&' if '?' in path else '?'}{urlencode({'start': (end - length).isoformat(), 'end': end.isoformat()})}"
 
         return of
 
