@@ -59,7 +59,8 @@ def paths() -> dict[str, Callable[[int], str]]:
     def fresh(path: str, length: timedelta) -> Callable[[int], str]:
         def of(number: int) -> str:
             end = now - timedelta(seconds=number)
-            return f"{path}{'&' if '?' in path else '?'}{urlencode({'start': (end - length).isoformat(), 'end': end.isoformat()})}"
+            span = urlencode({"start": (end - length).isoformat(), "end": end.isoformat()})
+            return f"{path}{'&' if '?' in path else '?'}{span}"
 
         return of
 

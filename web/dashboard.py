@@ -35,7 +35,7 @@ ORDERS = {
 DEFAULT_ORDER = "tokens"
 POINTS = 120
 COARSE_POINTS = 31
-"""Of engines over more than some hours: their samples are large, and hours of them enough."""
+"""Of a longer span: a month has a point a day. Of engines from some hours on, since their samples are large."""
 LEAST_REFRESH_S, MOST_REFRESH_S = 15.0, 300.0
 """How often an open page asks again; roll-ups are some seconds behind."""
 LEAST_FRESH_S = 2.0
@@ -168,7 +168,8 @@ async def _board(request: web.Request, question: Question, tenant: str | None) -
 
 async def _series(request: web.Request, question: Question, tenant: str | None) -> SeriesView:
     span = question.span
-    query = {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
+    points = POINTS if span.end - span.start <= RANGES["24h"] else COARSE_POINTS
+    query = {"start": span.start, "end": span.end, "points": points, "previous": question.compare}
     if tenant is not None and question.adapter:
         query["adapter"] = question.adapter
     operation = series.get_series if tenant is None else series.get_tenant_series
