@@ -183,20 +183,24 @@ def _cases(operation: Operation) -> Iterator[Case]:
 async def _pages(gateway: Gateway, given: argparse.Namespace, counts: dict[str, int]) -> list[Result]:
     """Each page of the console, to the last byte of its HTML."""
     http, found = await console_pages.signed_in(gateway), []
-    for pattern in console_pages.PATHS:
-        if not re.search(given.only, pattern):
+    for case, path_of in console_pages.paths().items():
+        if not re.search(given.only, case):
             continue
         samples: list[float] = []
         for number in range(given.rounds + WARM_UP):
             started = time.perf_counter()
-            async with http.get(gateway.url + pattern.format(tenant=BIG, adapter="adapter-2")) as answer:
+            async with http.get(gateway.url + _placed(path_of(number))) as answer:
                 text = await answer.text()
             if answer.status != 200:
-                raise RuntimeError(f"{pattern} answered {answer.status}: {text[:2000]}")
+                raise RuntimeError(f"{case} answered {answer.status}: {text[:2000]}")
             if number >= WARM_UP:
                 samples.append((time.perf_counter() - started) * 1000)
-        found.append(_result(pattern, samples, counts))
+        found.append(_result(case, samples, counts))
     return found
+
+
+def _placed(path: str) -> str:
+    return path.replace("{tenant}", BIG).replace("{adapter}", "adapter-2")
 
 
 async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlencode
+
 import aiohttp
 
 from stencilpress.gateway.access import Role
@@ -34,6 +38,36 @@ PATHS = (
     "/console/t/{tenant}/audit",
     "/console/account",
 )
+
+
+FIRST_VISITS = {
+    "/console/?format=engines first visitor, 1 day": ("/console/?format=engines", timedelta(days=1)),
+    "/console/?format=engines first visitor, 30 days": ("/console/?format=engines", timedelta(days=30)),
+    "/console/ first visitor, 1 hour": ("/console/", timedelta(hours=1)),
+    "/console/ first visitor, 1 day": ("/console/", timedelta(days=1)),
+    "/console/ first visitor, 30 days": ("/console/", timedelta(days=30)),
+    "/console/t/{tenant}/ first visitor, 1 day": ("/console/t/{tenant}/", timedelta(days=1)),
+    "/console/t/{tenant}/ first visitor, 30 days": ("/console/t/{tenant}/", timedelta(days=30)),
+}
+"""Dashboards whose answer nobody else has asked for in this moment."""
+
+
+def paths() -> dict[str, Callable[[int], str]]:
+    """What a round of each case asks for, by the number of the round."""
+    now = datetime.now(UTC)
+
+    def fresh(path: str, length: timedelta) -> Callable[[int], str]:
+        def of(number: int) -> str:
+            end = now - timedelta(seconds=number)
+            span = urlencode({"start": (end - length).isoformat(), "end": end.isoformat()})
+            return f"{path}{'&' if '?' in path else '?'}{span}"
+
+        return of
+
+    def same(path: str) -> Callable[[int], str]:
+        return lambda _: path
+
+    return {path: same(path) for path in PATHS} | {name: fresh(*visit) for name, visit in FIRST_VISITS.items()}
 
 
 async def signed_in(gateway: Gateway) -> aiohttp.ClientSession:

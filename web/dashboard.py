@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
@@ -33,6 +34,8 @@ ORDERS = {
 }
 DEFAULT_ORDER = "tokens"
 POINTS = 120
+COARSE_POINTS = 31
+"""Of a longer span: a month has a point a day. Of engines from some hours on, since their samples are large."""
 LEAST_REFRESH_S, MOST_REFRESH_S = 15.0, 300.0
 """How often an open page asks again; roll-ups are some seconds behind."""
 LEAST_FRESH_S = 2.0
@@ -115,15 +118,15 @@ class Board:
 
 
 async def _answer(request: web.Request, question: Question, tenant: str | None) -> web.Response:
-    """The page, or for its script what changes on it."""
-    span = question.span
+    """The page, or for its script what changes on it. The charts of engines are asked for when the page stands."""
+    answers, span, part = request.app[CONSOLE].answers, question.span, request.query.get("format")
     fresh_s = min(max((span.end - span.start).total_seconds() / POINTS / 20, LEAST_FRESH_S), LEAST_REFRESH_S)
-    board = await request.app[CONSOLE].answers.get(
-        (tenant, question.link()), fresh_s, lambda: _board(request, question, tenant)
-    )
-    if request.query.get("format") == "json":
-        told = {"charts": board.charts, "facts": _facts(board.view.total)}
-        return web.Response(body=await asyncio.to_thread(msgspec.json.encode, told), content_type="application/json")
+    if part == "engines" and tenant is None:
+        charts = await answers.get((ENGINE_CHARTS, question.link()), fresh_s, lambda: _engine_charts(request, span))
+        return await _told({"charts": charts, "facts": {}})
+    board = await answers.get((tenant, question.link()), fresh_s, lambda: _board(request, question, tenant))
+    if part == "json":
+        return await _told({"charts": board.charts, "facts": _facts(board.view.total)})
     view, top = board.view, board.top
     return render(
         request,
@@ -152,17 +155,21 @@ async def _answer(request: web.Request, question: Question, tenant: str | None) 
     )
 
 
+async def _told(answer: dict[str, Any]) -> web.Response:
+    """JSON for the script; it may be large."""
+    return web.Response(body=await asyncio.to_thread(msgspec.json.encode, answer), content_type="application/json")
+
+
 async def _board(request: web.Request, question: Question, tenant: str | None) -> Board:
     """What needs the catalog is asked for at once."""
-    view, engine_charts, top = await asyncio.gather(
-        _series(request, question, tenant), _engine_charts(request, question, tenant), _top(request, question, tenant)
-    )
-    return Board(view, charts_of(view) | engine_charts, top)
+    view, top = await asyncio.gather(_series(request, question, tenant), _top(request, question, tenant))
+    return Board(view, charts_of(view), top)
 
 
 async def _series(request: web.Request, question: Question, tenant: str | None) -> SeriesView:
     span = question.span
-    query = {"start": span.start, "end": span.end, "points": POINTS, "previous": question.compare}
+    points = POINTS if span.end - span.start <= RANGES["24h"] else COARSE_POINTS
+    query = {"start": span.start, "end": span.end, "points": points, "previous": question.compare}
     if tenant is not None and question.adapter:
         query["adapter"] = question.adapter
     operation = series.get_series if tenant is None else series.get_tenant_series
@@ -170,12 +177,9 @@ async def _series(request: web.Request, question: Question, tenant: str | None) 
     return view
 
 
-async def _engine_charts(request: web.Request, question: Question, tenant: str | None) -> dict[str, Chart]:
-    """None beside a tenant's: engines are the operators'."""
-    if tenant is not None:
-        return {}
-    span = question.span
-    query = {"start": span.start, "end": span.end, "points": POINTS}
+async def _engine_charts(request: web.Request, span: Span) -> dict[str, Chart]:
+    points = POINTS if span.end - span.start <= RANGES["6h"] else COARSE_POINTS
+    query = {"start": span.start, "end": span.end, "points": points}
     return engine_charts_of(await ask(request, engines.get_engine_series, engine="all", query=query))
 
 

@@ -112,6 +112,17 @@ async def test_the_script_gets_the_same_charts_as_the_page(gateway: Gateway) -> 
     assert answer["facts"]["requests"] == "1"
 
 
+async def test_the_charts_of_engines_come_after_the_page_and_to_operators_alone(gateway: Gateway) -> None:
+    operator, viewer = await signed_in(gateway, Role.OPERATOR), await signed_in(gateway, Role.VIEWER)
+    page = await operator.get("/console/?range=24h")
+    assert "data-engines" in page.text
+    answer = json.loads((await operator.get("/console/?range=24h&format=engines")).text)
+    assert {"pool", "adapters-per-step", "loads"} <= answer["charts"].keys()
+    assert len(answer["charts"]["pool"]["x"]) <= 31
+    own = await viewer.get("/console/t/demo/?format=engines")
+    assert "data-engines" not in own.text
+
+
 async def test_a_permalink_shows_the_same_time_again(gateway: Gateway) -> None:
     browser = await signed_in(gateway, Role.VIEWER)
     page = await browser.get("/console/t/demo/?range=24h&compare=1")

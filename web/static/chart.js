@@ -1,6 +1,7 @@
 // Charts out of <figure data-chart> (the macro `chart`). Its data is
 //   { x: [seconds since the epoch], series: [{ label, values, color?: 1..8, dashed? }], unit?, kind?: "line" | "area" | "bars" | "steps" }
 // with x in rising order and null for what is unknown. With `labels` (texts) in place of x it is a bar chart of categories.
+// `empty` is what is written where there is nothing to draw.
 // `draw(figure, data)` replaces the data, as live pages do.
 import { bytes } from "./bytes.js";
 import { colour } from "./colour.js";
@@ -117,7 +118,7 @@ export function draw(figure, data) {
     place.replaceChildren();
     let plot = null;
     if (any) plot = new uPlot(options(figure, data, place), [xs, ...data.series.map((one) => one.values)], place);
-    else place.append(Object.assign(document.createElement("div"), { className: "none", textContent: "Nothing in this time" }));
+    else place.append(Object.assign(document.createElement("div"), { className: "none", textContent: data.empty ?? "Nothing in this time" }));
     plots.set(figure, { data, plot, form });
   }
   legend(figure, data);

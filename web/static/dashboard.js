@@ -8,8 +8,8 @@ const text = (id, value) => {
   if (place && place.textContent !== value) place.textContent = value;
 };
 
-async function refresh() {
-  const response = await fetch(board.dataset.url, { headers: { accept: "application/json" } }).catch(() => null);
+async function fill(url) {
+  const response = await fetch(url, { headers: { accept: "application/json" } }).catch(() => null);
   if (!response?.ok) return; // the next round may
   const { charts, facts } = await response.json();
   for (const [id, data] of Object.entries(charts)) {
@@ -18,6 +18,11 @@ async function refresh() {
   }
   for (const [id, value] of Object.entries(facts)) text(`fact-${id}`, value);
 }
+function refresh() {
+  fill(board.dataset.url);
+  if (board.dataset.engines) fill(board.dataset.engines);
+}
+if (board.dataset.engines) fill(board.dataset.engines);
 const every = Number(board.dataset.refreshS) * 1000;
 if (every) setInterval(() => document.visibilityState === "visible" && refresh(), every);
 
