@@ -168,6 +168,9 @@ async def test_a_request_is_taken_over_by_another_engine_or_by_the_first_that_is
     with running_engine(tmp_path / "2.sock", Options()) as back:
         stream = await waiting
         assert stream is not None
+        async with asyncio.timeout(10):
+            while not back.submits:  # noqa: ASYNC110 - it reads in a thread of its own
+                await asyncio.sleep(0.005)
         await stream.aclose()
     assert len(back.submits) == 1
 
