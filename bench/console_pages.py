@@ -42,6 +42,7 @@ PATHS = (
 
 FIRST_VISITS = {
     "/console/?format=engines first visitor, 1 day": ("/console/?format=engines", timedelta(days=1)),
+    "/console/?format=top first visitor, 30 days": ("/console/?format=top", timedelta(days=30)),
     "/console/?format=engines first visitor, 30 days": ("/console/?format=engines", timedelta(days=30)),
     "/console/ first visitor, 1 hour": ("/console/", timedelta(hours=1)),
     "/console/ first visitor, 1 day": ("/console/", timedelta(days=1)),

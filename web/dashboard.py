@@ -19,7 +19,7 @@ from stencilpress.web.console import CONSOLE, PREFIX, of_tenant
 from stencilpress.web.formats import milliseconds, number, percent
 from stencilpress.web.live import ALL as LIVE_ALL
 from stencilpress.web.live import TENANT as LIVE_TENANT
-from stencilpress.web.page import page, redirect, render, tenant_of
+from stencilpress.web.page import fragment, page, redirect, render, tenant_of
 from stencilpress.web.panels import ENGINE_CHARTS, Chart, changes, charts_of, engine_charts_of
 from stencilpress.web.span import RANGES, Span, shown_span
 from stencilpress.web.visitor import visitor_of
@@ -105,11 +105,14 @@ async def show_tenant(request: web.Request) -> web.StreamResponse:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """What a dashboard shows. ``charts`` are by the ids of their figures."""
+    """What a dashboard shows. ``charts`` are by the ids of their figures.
+
+    ``top`` is None where it comes after the page: over a long time of all tenants it takes longer than all the rest.
+    """
 
     view: SeriesView
     charts: dict[str, Chart]
-    top: list[TopRow]
+    top: list[TopRow] | None
 
     @property
     def refresh_s(self) -> float:
@@ -124,10 +127,13 @@ async def _answer(request: web.Request, question: Question, tenant: str | None) 
     if part == "engines" and tenant is None:
         charts = await answers.get((ENGINE_CHARTS, question.link()), fresh_s, lambda: _engine_charts(request, span))
         return await _told({"charts": charts, "facts": {}})
+    if part == "top" and tenant is None:
+        top = await answers.get(("top", question.link()), fresh_s, lambda: _top(request, question, None))
+        return fragment(request, "dashboard_top.html", top=top, tenant=None, link=question.link)
     board = await answers.get((tenant, question.link()), fresh_s, lambda: _board(request, question, tenant))
     if part == "json":
         return await _told({"charts": board.charts, "facts": _facts(board.view.total)})
-    view, top = board.view, board.top
+    view = board.view
     return render(
         request,
         "dashboard.html",
@@ -142,11 +148,11 @@ async def _answer(request: web.Request, question: Question, tenant: str | None) 
         permalink=question.permalink,
         compare=question.compare,
         adapter=question.adapter,
-        adapters=_choices(top, question.adapter) if tenant else [],
+        adapters=_choices(board.top or [], question.adapter) if tenant else [],
         charts=board.charts,
         total=view.total,
         changes=changes(view.total, view.previous_total),
-        top=top,
+        top=board.top,
         by=question.by,
         orders=ORDERS.items(),
         refresh_s=board.refresh_s,
@@ -162,6 +168,9 @@ async def _told(answer: dict[str, Any]) -> web.Response:
 
 async def _board(request: web.Request, question: Question, tenant: str | None) -> Board:
     """What needs the catalog is asked for at once."""
+    if tenant is None and question.span.end - question.span.start > RANGES["24h"]:
+        view = await _series(request, question, tenant)
+        return Board(view, charts_of(view), None)
     view, top = await asyncio.gather(_series(request, question, tenant), _top(request, question, tenant))
     return Board(view, charts_of(view), top)
 

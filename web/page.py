@@ -99,6 +99,12 @@ def render(
     return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
 
+def fragment(request: web.Request, template: str, **context: Any) -> web.Response:
+    """A part of a page, for the script that puts it there."""
+    text = request.app[CONSOLE].templates.get_template(template).render(context)
+    return web.Response(text=text, content_type="text/html", charset="utf-8")
+
+
 def redirect(request: web.Request, location: str, text: str = "", kind: Kind = "ok") -> web.Response:
     """Go to another page of ours after a form, which may show ``text``."""
     if text:

@@ -23,6 +23,12 @@ async def test_a_dashboard_follows_by_itself(visit: Visit, site: Site) -> None:
     assert await ttft.get_by_role("columnheader", name="p99").is_visible()
 
 
+async def test_a_month_brings_its_table_and_its_engines_after_the_page(visit: Visit) -> None:
+    page = await visit(Role.OPERATOR, "/console/?range=30d")
+    await page.locator("#top table").wait_for()
+    assert await page.get_by_text("One moment").count() == 0
+
+
 async def test_the_map_tells_who_holds_a_page(visit: Visit, site: Site) -> None:
     adapter = site.adapters[0]
     await ask(site, site.key, adapter)

@@ -123,6 +123,17 @@ async def test_the_charts_of_engines_come_after_the_page_and_to_operators_alone(
     assert "data-engines" not in own.text
 
 
+async def test_over_a_long_time_who_is_on_top_comes_after_the_page(gateway: Gateway) -> None:
+    await use(gateway, "demo", "pirate", [3, 4])
+    operator, viewer = await signed_in(gateway, Role.OPERATOR), await signed_in(gateway, Role.VIEWER)
+    page = await operator.get("/console/?range=30d")
+    assert "pirate" not in page.words
+    part = await operator.get("/console/?range=30d&format=top")
+    assert "pirate" in part.words
+    assert "<html" not in part.text
+    assert "pirate" in (await viewer.get("/console/t/demo/?range=30d")).words
+
+
 async def test_a_permalink_shows_the_same_time_again(gateway: Gateway) -> None:
     browser = await signed_in(gateway, Role.VIEWER)
     page = await browser.get("/console/t/demo/?range=24h&compare=1")

@@ -18,6 +18,16 @@ async function fill(url) {
   }
   for (const [id, value] of Object.entries(facts)) text(`fact-${id}`, value);
 }
+// A table that takes long comes when the page stands; the server has made it inert, as it makes pages.
+async function place(part) {
+  const response = await fetch(part.dataset.url).catch(() => null);
+  if (!response?.ok) return;
+  const made = new DOMParser().parseFromString(await response.text(), "text/html");
+  part.replaceChildren(...made.body.childNodes);
+  part.removeAttribute("aria-busy");
+}
+for (const part of board.querySelectorAll("#top[data-url]")) place(part);
+
 function refresh() {
   fill(board.dataset.url);
   if (board.dataset.engines) fill(board.dataset.engines);
