@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another package index for torch alone, for instance one that serves CPU or CUDA builds.
 TORCH_INDEX ?=
+# For the tests where torch brings none: its interpreter and compiler need no GPU.
+TRITON := triton==3.6.0
 T ?=
 # Processes that share the tests, file by file.
 WORKERS ?= 2
@@ -24,6 +26,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.serve
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -c constraints.txt $(TRITON)
 	$(PIP) install -c constraints.txt -e '.[test]'
 	@touch $@
 
