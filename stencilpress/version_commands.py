@@ -206,9 +206,7 @@ async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: i
     from stencilpress.gateway.lifecycle.gatekeeper import run_for
     from stencilpress.gateway.tokenizer import ModelTokenizer
 
-    socket = Path(os.environ.get("STENCILPRESS_ENGINE_SOCKET") or place.data.path / "run" / "engine.sock")
-    if not socket.exists():
-        raise click.ClickException("smoke prompts need a running server on this data folder: `stencilpress serve`")
+    socket = _engine_socket(place)
     _blob(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
     async with EngineClient(socket) as engine:
         try:
@@ -218,6 +216,14 @@ async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: i
             raise click.ClickException("the server's engine does not answer") from None
         tokenizer = ModelTokenizer(_base_of(place, base_id).folder)
         return await run_for(db, engine, tokenizer, owner, name, number, base_id, actor=operator_here())
+
+
+def _engine_socket(place: Place) -> Path:
+    """That of the first engine. Raises :class:`click.ClickException` where no server runs."""
+    socket = Path(os.environ.get("STENCILPRESS_ENGINE_SOCKET") or place.data.path / "run" / "engine.sock")
+    if not socket.exists():
+        raise click.ClickException("smoke prompts need a running server on this data folder: `stencilpress serve`")
+    return socket
 
 
 def _base_of(place: Place, base_id: str) -> Base:

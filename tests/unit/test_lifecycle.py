@@ -131,7 +131,9 @@ async def test_a_purged_version_never_lends_its_number_to_another_content(db: Da
     await delete_version(db, tenant.id, "helper", 2)
     assert await purge(db, later(), await list_purgeable(db, later())) == 1
     assert await list_runs(db, tenant.id, "helper", 2) == ()
-    assert (await add(db, tenant, 9)).version.ref == "helper@3", "answers and usage rows that name helper@2 mean another"
+    assert (await add(db, tenant, 9)).version.ref == "helper@3", (
+        "answers and usage rows that name helper@2 mean another"
+    )
     with pytest.raises(SmokeRequiredError):
         await move_alias(db, tenant.id, "helper", "prod", AliasTarget(3))
     assert (await roll_back(db, tenant.id, "helper", "prod")).target.version == 1
