@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # One image for every process: gateway, engine (GPU or CPU) and the commands of an operator.
 #   docker build -t stencilpress .
 #   docker build -t stencilpress --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .   # no GPU: 5 GB less
@@ -11,7 +10,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple -c constraints.txt torch
 COPY . .
-RUN pip install -c constraints.txt '.[postgres,redis,otel]'
+RUN pip install -c constraints.txt '.[cold,oidc,otel,postgres,redis]'
 
 FROM python:3.12-slim
 # Triton compiles small launchers with the system's C compiler when an engine starts on a GPU.
