@@ -1,6 +1,6 @@
 # One image for every process: gateway, engine (GPU or CPU) and the commands of an operator.
 #   docker build -t stencilpress .
-#   docker build -t stencilpress --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .   # no GPU: 5 GB less
+#   docker build -t stencilpress --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .   # no GPU: 4 GB less
 
 FROM python:3.12-slim AS build
 ARG TORCH_INDEX=https://pypi.org/simple
