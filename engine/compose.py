@@ -111,7 +111,7 @@ def _device(settings: EngineSettings) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if settings.device == "cuda":
         try:
-            torch.cuda.init()
+            torch.cuda.current_device()
         except (RuntimeError, AssertionError) as error:  # the latter comes from a build of torch without CUDA
             raise SettingsError(f"STENCILPRESS_DEVICE is cuda, and no GPU can be used: {error}") from error
     return torch.device(settings.device)
