@@ -294,7 +294,7 @@ class SmokeRunRow(Table):
 
 
 class AuditRow(Table):
-    """Who changed what. Only ever added to."""
+    """Who changed what. Only ever added to; names of an erased tenant become pseudonyms."""
 
     __tablename__ = "audit_log"
     __table_args__: Any = (Index(None, "tenant_id", "id"), Index(None, "target", "id"), {"sqlite_autoincrement": True})
