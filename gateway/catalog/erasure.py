@@ -9,6 +9,7 @@ addresses, goes.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -131,9 +132,8 @@ async def _rename_usage(db: Database, name: str, names: Pseudonyms) -> None:
     async with db.write() as session:
         await rename_requests(session, (await _deleted(session, name)).id, names)
     for table in ROLL_UPS:
-        last, begun = None, False
-        while last is not None or not begun:
-            begun = True
+        last: tuple[Any, ...] | None = ()
+        while last is not None:
             async with db.write() as session:
                 last = await rename_sums(session, table, (await _deleted(session, name)).id, names, last)
 
@@ -152,14 +152,13 @@ async def _rename_entries(db: Database, name: str, names: Pseudonyms) -> int:
 async def _forget_people(session: AsyncSession, tenant_id: int) -> None:
     """Users, and what the audit log says of them beside their opaque ids."""
     entries = update(AuditRow).where(AuditRow.tenant_id == tenant_id)
-    for user in list(await session.scalars(select(UserRow).where(UserRow.tenant_id == tenant_id))):
+    users = list(await session.scalars(select(UserRow).where(UserRow.tenant_id == tenant_id)))
+    await _forget_operators(session, {f"user:{user.email}"[:100]: f"user:{user.public_id}" for user in users})
+    for user in users:
         acted = update(AuditRow).where(AuditRow.actor == f"user:{user.email}"[:100])
         await session.execute(acted.values(actor=f"user:{user.public_id}", source=""))
         refused = update(AuditRow).where(AuditRow.target == f"user:{user.email}")  # before the user was there
         await session.execute(refused.values(target=f"user:{user.public_id}", source="", after=None))
-        for column in (AliasMoveRow.actor, IncidentRow.acknowledged_by):  # what an operator did for other tenants
-            there = update(column.class_).where(column == f"user:{user.email}"[:100])
-            await session.execute(there.values({column: f"user:{user.public_id}"}))
         for table in (SessionRow, OneTimeLinkRow):
             await session.execute(delete(table).where(table.user_id == user.public_id))
         await session.delete(user)
@@ -167,6 +166,13 @@ async def _forget_people(session: AsyncSession, tenant_id: int) -> None:
     await session.execute(delete(OneTimeLinkRow).where(OneTimeLinkRow.tenant_id == tenant_id))
     await session.execute(entries.values(source=""))
     await session.execute(entries.where(AuditRow.target.startswith("user:")).values(before=None, after=None))
+
+
+async def _forget_operators(session: AsyncSession, ids: Mapping[str, str]) -> None:
+    """What people did for other tenants, where these have it beside the log."""
+    for column in (AliasMoveRow.actor, IncidentRow.acknowledged_by):
+        for name in list(await session.scalars(select(column).where(column.in_(ids)).distinct())):
+            await session.execute(update(column.class_).where(column == name).values({column: ids[name]}))
 
 
 async def _forget_adapters(session: AsyncSession, tenant_id: int) -> None:

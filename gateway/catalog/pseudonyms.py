@@ -12,7 +12,7 @@ import hmac
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Row, bindparam, or_, select, tuple_, update
+from sqlalchemy import bindparam, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog.models import (
@@ -115,12 +115,12 @@ async def rename_requests(session: AsyncSession, tenant_id: int, names: Pseudony
 
 
 async def rename_sums(
-    session: AsyncSession, table: Any, tenant_id: int, names: Pseudonyms, after: Row[Any] | None
-) -> Row[Any] | None:
-    """Replace adapters' names in some rows of a roll-up; returns where to go on, None at the end."""
+    session: AsyncSession, table: Any, tenant_id: int, names: Pseudonyms, after: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Replace adapters' names in some rows of a roll-up; () begins. Returns where to go on, None at the end."""
     key = [column for column in table.__table__.primary_key if column.name != "tenant_id"]
     query = select(*key).where(table.tenant_id == tenant_id).order_by(*key).limit(BATCH)
-    rows = (await session.execute(query if after is None else query.where(tuple_(*key) > tuple(after)))).all()
+    rows = (await session.execute(query.where(tuple_(*key) > after) if after else query)).all()
     named = [row for row in rows if row.adapter != names.of(row.adapter)]
     if named:
         this = [column == bindparam(f"old_{column.name}") for column in key]
@@ -128,4 +128,4 @@ async def rename_sums(
         old = [f"old_{column.name}" for column in key]
         values = [dict(zip(old, row, strict=True)) | {"adapter": names.of(row.adapter)} for row in named]
         await (await session.connection()).execute(change, values)
-    return rows[-1] if rows else None
+    return tuple(rows[-1]) if rows else None

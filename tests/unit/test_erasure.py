@@ -174,6 +174,20 @@ async def test_no_name_that_it_gave_is_left_and_every_event_is(db: Database) -> 
     assert "zelda" not in str(await contents(db))
 
 
+async def test_what_its_people_did_for_others_has_their_ids(db: Database) -> None:
+    lender, home = await create_tenant(db, "lender"), await create_tenant(db, "home")
+    user = await add_user(db, "home", EMAIL, Role.OPERATOR)
+    operator = Actor(f"user:{EMAIL}", Role.OPERATOR, home.id, source=ADDRESS)
+    await add(db, lender, 1)
+    await move_alias(db, lender.id, "helper", "trial", AliasTarget(1), actor=operator)
+    await delete_tenant(db, "home")
+    await purge_tenant(db, "home")
+    after = await contents(db)
+    assert EMAIL not in str(after)
+    assert ADDRESS not in str(after)
+    assert f"user:{user.public_id}" in {row["actor"] for row in after["alias_moves"]}
+
+
 async def test_a_purge_that_was_cut_off_gives_the_same_pseudonyms(db: Database) -> None:
     zelda = await furnish_zelda(db)
     await delete_tenant(db, "zelda-lovelace")
