@@ -86,21 +86,22 @@ async def list_audit(
     ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``. Without ``operators`` what
     was done to operators and to their keys is left out: for others they do not exist.
     """
-    wanted: list[ColumnElement[bool]] = []
+    place: list[ColumnElement[bool]] = []
     if tenant_id is not None:
-        wanted.append(AuditRow.tenant_id == tenant_id)
+        place.append(AuditRow.tenant_id == tenant_id)
+    if actor:
+        place.append(AuditRow.actor == actor)
+    wanted = list(place)
     if target:
         wanted.append(AuditRow.target == target)
-    if actor:
-        wanted.append(AuditRow.actor == actor)
     if not operators:
         wanted += [~_is_about_operator(UserRow, "user"), ~_is_about_operator(KeyRow, "key")]
     if before_id is not None:
         wanted.append(AuditRow.id < before_id)
     async with db.read() as session:
         alternatives = [wanted]
-        if action:
-            actions = [one for one in await _actions(session) if one.startswith(action)]
+        if actor or action:
+            actions = [one for one in await _actions(session, place) if one.startswith(action)]
             alternatives = [[AuditRow.action == one, *wanted] for one in actions]
         if not alternatives:
             return ()
@@ -108,17 +109,19 @@ async def list_audit(
         return tuple(_to_entry(row, tenant) for row, tenant in rows)
 
 
-async def _actions(session: AsyncSession) -> list[str]:
-    """What was ever done: some dozens of words, each found by a step along the index."""
-    first = select(func.min(AuditRow.action).label("action")).cte("actions", recursive=True)
-    following = select(func.min(AuditRow.action)).where(AuditRow.action > first.c.action).scalar_subquery()
+async def _actions(session: AsyncSession, place: Sequence[ColumnElement[bool]]) -> list[str]:
+    """What was ever done there: some dozens of words, each found by a step along an index."""
+    first = select(func.min(AuditRow.action).label("action")).where(*place).cte("actions", recursive=True)
+    following = select(func.min(AuditRow.action)).where(*place, AuditRow.action > first.c.action).scalar_subquery()
     actions = first.union_all(select(following).where(first.c.action.is_not(None)))
     return [one for one in await session.scalars(select(actions.c.action)) if one is not None]
 
 
 def _newest(alternatives: Sequence[Sequence[ColumnElement[bool]]], limit: int) -> Select[AuditRow, str | None]:
-    """The newest entries to which all conditions of one alternative apply. Each is read along an index of its own, so
-    none takes longer for what the others have much of."""
+    """The newest entries to which all conditions of one alternative apply.
+
+    Each has an index in the order of its entries, so a page costs the same however many entries there are.
+    """
     each = [
         select(AuditRow.id).where(*conditions).order_by(AuditRow.id.desc()).limit(limit).subquery()
         for conditions in alternatives

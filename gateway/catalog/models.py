@@ -300,10 +300,10 @@ class AuditRow(Table):
     __table_args__: Any = (
         Index(None, "tenant_id", "id"),
         Index(None, "target", "id"),
-        Index(None, "actor", "id"),
         Index(None, "action", "id"),
-        Index(None, "tenant_id", "actor", "id"),
+        Index(None, "actor", "action", "id"),
         Index(None, "tenant_id", "action", "id"),
+        Index(None, "tenant_id", "actor", "action", "id"),
         {"sqlite_autoincrement": True},
     )
 

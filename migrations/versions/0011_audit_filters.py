@@ -7,7 +7,7 @@ from alembic import op
 revision = "0011"
 down_revision = "0010"
 
-_FILTERS = (["actor"], ["action"], ["tenant_id", "actor"], ["tenant_id", "action"])
+_FILTERS = (["action"], ["actor", "action"], ["tenant_id", "action"], ["tenant_id", "actor", "action"])
 
 
 def upgrade() -> None:
