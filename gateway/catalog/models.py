@@ -162,6 +162,8 @@ class AdapterRow(Table):
     deleted_at: Mapped[datetime | None]
     kept: Mapped[Keeping | None] = mapped_column(String(8))
     """``pin``, ``preload``, or nothing of the kind."""
+    purged_version: Mapped[int] = mapped_column(server_default=text("0"))
+    """Highest number of a version that was purged: a number means one content for ever."""
 
     versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
     aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")
