@@ -30,7 +30,7 @@ from stencilpress.gateway.errors import (
     UnsupportedMediaTypeError,
 )
 from stencilpress.gateway.intake import IntakeError
-from stencilpress.gateway.lifecycle.uploads import MAX_PART_BYTES
+from stencilpress.gateway.lifecycle.uploads import MAX_PART_BYTES, Upload
 from stencilpress.gateway.names import check_adapter_name
 
 MULTIPART = "multipart/form-data"
@@ -135,7 +135,7 @@ async def complete_upload(call: Call, body: UploadDigests) -> AddedVersionView:
         async with desk.uploads.completing(tenant.id, call.path("upload"), body.sha256) as completion:
             upload = completion.upload
             if upload.result:
-                return await _known(call, upload.adapter, upload.result)
+                return await _known(call, upload)
             async with desk.enrolment.stage(upload.adapter, tenant.id, tenant.limits) as staging:
                 await completion.move_to(staging)
                 try:
@@ -152,7 +152,9 @@ async def complete_upload(call: Call, body: UploadDigests) -> AddedVersionView:
                 except InvalidAdapterError:
                     await completion.give_up()
                     raise
-            await completion.end(added.version.ref)
+            await completion.end(
+                added.version.ref, created=added.created, promoted=added.promoted, modules=added.modules
+            )
         await desk.keep_cold(added.version.digest)
     return await _view(call, added)
 
@@ -243,10 +245,11 @@ async def _view(call: Call, added: AddedVersion) -> AddedVersionView:
     return AddedVersionView.of(added, adapter)
 
 
-async def _known(call: Call, name: str, ref: str) -> AddedVersionView:
-    """What a completed upload became, as it is now."""
-    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, name)
+async def _known(call: Call, upload: Upload) -> AddedVersionView:
+    """What a completed upload became; the version is shown as it is now."""
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, upload.adapter)
     for version in adapter.versions:
-        if version.ref == ref:
-            return AddedVersionView.of(AddedVersion(version, created=False, promoted=False), adapter)
-    raise InvalidRequestError(f"upload: it became {ref}, which was deleted since", param="upload")
+        if version.ref == upload.result:
+            known = AddedVersion(version, created=upload.created, promoted=upload.promoted, modules=upload.modules)
+            return AddedVersionView.of(known, adapter)
+    raise InvalidRequestError(f"upload: it became {upload.result}, which was deleted since", param="upload")
