@@ -245,12 +245,11 @@ async def test_a_confined_key_manages_no_other_adapter(gateway: Gateway, admin: 
     uploads = [f"/tenants/demo/uploads/{upload}{rest}" for rest in ("", "/complete", part)]
     for one in OPERATIONS:
         if "{adapter}" in one.path and one.needs is not Permission.OPERATE:
-            body = {} if one.body is not None or one.accepts else None
             path = re.sub(r"{(\w+)}", lambda found: ids[found[1]], one.path)
-            assert (await confined.raw(one.method, path, body))[0] == 404, one.id
-    for method, path in (("GET", 0), ("DELETE", 0), ("POST", 1), ("PUT", 2)):
-        body = {"sha256": {"archive": "0" * 64}}
-        assert (await confined.raw(method, uploads[path], body))[0] == 404, (method, path)
+            assert (await confined.raw(one.method, path, {} if one.body or one.accepts else None))[0] == 404, one.id
+    digests = {"sha256": {"archive": "0" * 64}}
+    for method, at in (("GET", 0), ("DELETE", 0), ("POST", 1), ("PUT", 2)):
+        assert (await confined.raw(method, uploads[at], digests))[0] == 404, (method, at)
     assert (await confined.raw("POST", "/tenants/demo/uploads", {"adapter": "pirate"}))[0] == 404
     await admin("GET", f"/tenants/demo/uploads/{upload}")
     await confined("POST", "/tenants/demo/uploads", {"adapter": "helper"}, status=201)
