@@ -31,6 +31,8 @@ class Observation:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     time_to_first_token_s: float = 0.0
+    failed: bool = False
+    """It ended with a fault of ours; of a stream that had begun, the status does not say so."""
 
     def first_token(self, now: float) -> None:
         """Text for the client has come, for the first time."""
