@@ -135,10 +135,10 @@ async def test_a_permalink_shows_the_same_time_again(gateway: Gateway) -> None:
 async def test_usage_by_day_is_a_page_and_a_file(gateway: Gateway) -> None:
     await use(gateway, "demo", "pirate", [1, 2, 3])
     browser = await signed_in(gateway, Role.VIEWER)
-    page = await browser.get("/console/t/demo/usage?days=7")
+    page = await browser.get("/console/t/demo/usage?range=7d")
     assert sum(chart(page, "tokens-by-day")["series"][1]["values"]) == 60
     assert "pirate@1" in page.words
-    file = await browser.get("/console/t/demo/usage?days=7&format=csv")
+    file = await browser.get("/console/t/demo/usage?range=7d&format=csv")
     assert file.headers["Content-Type"].startswith("text/csv")
     header, *days = file.text.splitlines()
     assert len(days) == 7

@@ -51,7 +51,7 @@ def row(**given: object) -> UsageRow:
         "inter_token_ms": 3.0,
         "duration_ms": 2000.0,
     }
-    return usage_row(NOON, **(usual | given))
+    return replace(usage_row(NOON, **usual), **given)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=300), st.lists(st.floats(0.01, 1e6), max_size=300))
