@@ -167,6 +167,16 @@ async def query(http: aiohttp.ClientSession, url: str, text: str) -> list[Any]:
     return found
 
 
+@needs_promtool
+async def test_promtool_finds_nothing_to_say_about_our_metrics(gateway: Gateway) -> None:
+    await gateway.post("/v1/completions", {"model": "pirate", "prompt": "abc", "max_tokens": 3})
+    async with gateway.http.get(f"{gateway.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines(keepends=True)
+    ours = "".join(line for line in lines if "vllm:" not in line)  # those names are what routers look for
+    linted = subprocess.run(["promtool", "check", "metrics"], input=ours, capture_output=True, text=True, check=False)
+    assert (linted.returncode, linted.stdout + linted.stderr) == (0, "")
+
+
 @needs_prometheus
 async def test_prometheus_scrapes_a_gateway_and_answers_all_that_the_dashboard_asks(
     gateway: Gateway, config: Path
@@ -180,4 +190,4 @@ async def test_prometheus_scrapes_a_gateway_and_answers_all_that_the_dashboard_a
         async with gateway.http.get(f"{url}/api/v1/rules") as answer:
             (group,) = (await answer.json())["data"]["groups"]
         assert {rule["lastError"] for rule in group["rules"] if "lastError" in rule} <= {""}
-        assert len(group["rules"]) == 10
+        assert len(group["rules"]) == len(yaml.safe_load(RULES.read_text())["groups"][0]["rules"])
