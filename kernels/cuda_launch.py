@@ -34,9 +34,13 @@ class CudaKernel:
 
 def machine_code(kernel: CudaKernel, capability: tuple[int, int]) -> bytes:
     """A cubin. Raises RuntimeError with the compiler's log where the source does not compile, ImportError without
-    bindings."""
+    NVRTC or the bindings to it."""
     from cuda.bindings import nvrtc
 
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise ImportError(f"no NVRTC: {error}") from error
     source = kernel.source.read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(source, kernel.source.name.encode(), 0, [], []))
     defines = [f"-D{name}={value}" for name, value in kernel.constants]

@@ -118,7 +118,6 @@ def rows(
     work: SgmvWork,
     entry: int,
     shape: GroupShape,
-    x_done: bool,
 ) -> None:
     """``triton_sgmv.sgmv`` for blocks of one row, where :func:`rows_serve`."""
     parts, tiles = _parts(shape), _tiles(shape, RUN)
