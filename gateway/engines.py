@@ -97,6 +97,8 @@ class Engines:
     @property
     def welcome(self) -> Welcome:
         """What every connected engine can take. Raises :class:`EngineUnavailableError` without one."""
+        if len(self._clients) == 1:
+            return self._clients[0].welcome
         welcomes = [client.welcome for client in self._clients if client.ready]
         if not welcomes:
             raise EngineUnavailableError("no engine is connected")
@@ -139,6 +141,8 @@ class Engines:
 
     def choose(self, adapter: str) -> int:
         """The engine for an adapter's request, or for the base ("") now. Raises :class:`EngineUnavailableError`."""
+        if len(self._clients) == 1 and self._clients[0].ready:
+            return 0
         ready = [index for index, client in enumerate(self._clients) if client.ready]
         if not ready:
             raise EngineUnavailableError("no engine is connected")

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for real GPUs on a machine that has none.
+"""Compile every Triton kernel for real GPUs on a machine that has none; those in CUDA C++ too, where NVRTC is.
 
 ``python -m stencilpress.kernels.compile [80 90]``
 
@@ -23,11 +23,13 @@ from triton.compiler import ASTSource
 from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
+from stencilpress.kernels.cuda_launch import CudaKernel, machine_code
 from stencilpress.kernels.draw.triton_wide import wide_kernel
 from stencilpress.kernels.linear.triton_linear import Cut as LinearCut
 from stencilpress.kernels.linear.triton_linear import linear_constants, linear_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
+from stencilpress.kernels.sgmv.cuda_sgmv import EXPAND_KERNELS, ROWS_KERNEL
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
@@ -41,6 +43,7 @@ from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
+CUDA_KERNELS = (ROWS_KERNEL, *EXPAND_KERNELS.values())
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
@@ -69,7 +72,7 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """All kernels, at the sizes of an 8B Llama in bf16."""
+    """All kernels, at the sizes of an 8B Llama in bf16; attention in fp16 and for small heads too."""
     lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
     rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
@@ -82,6 +85,7 @@ def cases(capability: int) -> Iterator[Case]:
             (Tile(64, 16), 64, 128),
             (Tile(64, 16), 256, 256),
             (Tile(64, 64), 32, 32),
+            *(((Tile(64, 64), 128, 128),) if name == "down" else ()),
         ):
             cut = choose_cut(shape, tile, blocks, items, warp_groups=capability == 90)
             label = f"{name}-{tile.rows}x{tile.ranks}-{blocks}-{items}"
@@ -113,12 +117,19 @@ def cases(capability: int) -> Iterator[Case]:
     )
     types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
     yield Case("prefill", prefill_kernel, types, {**heads, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
-    constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": True}
-    yield Case("rms-norm", rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
+    for residual in (False, True):
+        constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
+        name = "rms-norm-residual" if residual else "rms-norm"
+        yield Case(name, rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
     types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
     for norm in (False, True):
         constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
+    half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
+    types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
+    yield Case("decode-fp16-64", split_kernel, types, {**half, "M": 16, "SPLITS": 1}, {"num_warps": 4})
+    types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
+    yield Case("prefill-fp16-64", prefill_kernel, types, {**half, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
@@ -168,6 +179,25 @@ def faults(compiled: Compiled) -> list[str]:
     return found
 
 
+def compile_cuda(kernel: CudaKernel) -> tuple[int, int]:
+    """Registers a thread and stack bytes of a kernel in CUDA C++, for Hopper. Raises ImportError without NVRTC."""
+    return _resources(machine_code(kernel, (9, 0)))
+
+
+def _cuda_failures() -> int:
+    failures = 0
+    for kernel in CUDA_KERNELS:
+        try:
+            registers, stack = compile_cuda(kernel)
+        except ImportError as error:
+            sys.stdout.write(f"kernels in CUDA C++ were left out: {error}\n")
+            return 0
+        failures += stack > 0
+        name = " ".join((kernel.source.name, *(f"{key}={value}" for key, value in kernel.constants)))
+        sys.stdout.write(f"sm_90 {name}: {registers} registers {f'; {stack} bytes of stack' if stack else ''}\n")
+    return failures
+
+
 def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
     """Compile all cases for each capability; the exit status says whether one failed."""
     failures = 0
@@ -178,6 +208,8 @@ def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
             failures += bool(wrong)
             size = f"{compiled.registers:4d} registers {compiled.shared_bytes:7d} bytes shared"
             sys.stdout.write(f"sm_{capability} {case.name:28s} {size} {'; '.join(wrong)}\n")
+    if 90 in capabilities:
+        failures += _cuda_failures()
     return int(failures > 0)
 
 

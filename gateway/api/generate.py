@@ -47,15 +47,9 @@ class Generation(msgspec.Struct, frozen=True):
     choices_per_prompt: int
     caller: Principal
     route: Route
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(submit.prompt) // 4 for submit in self.submits[:: self.choices_per_prompt])
-
-    @property
-    def most_tokens(self) -> int:
-        """Of the prompts and of the longest answers that they allow."""
-        return self.prompt_tokens + sum(submit.max_tokens for submit in self.submits)
+    prompt_tokens: int
+    most_tokens: int
+    """Of the prompts and of the longest answers that they allow."""
 
 
 async def find_route(services: Services, caller: Principal, request: GenerationRequest) -> Route:
@@ -108,7 +102,9 @@ async def plan_generation(
         StopStrings(stops) if stops else None,
         template.sampling.logprobs >= 0,
     )
-    return Generation(route.echo, submits, rules, request.n or 1, caller, route)
+    prompt_tokens = sum(map(len, prompts))
+    most_tokens = prompt_tokens + sum([submit.max_tokens for submit in submits])
+    return Generation(route.echo, submits, rules, request.n or 1, caller, route, prompt_tokens, most_tokens)
 
 
 def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
@@ -190,27 +186,31 @@ class OpenAnswers:
         return usage(finished, sum(answer.answer_tokens for answer in self.each), choices_per_prompt)
 
     async def _follow(self, answer: Answer, consume: Consume) -> None:
-        metrics, meter = self._services.metrics, self.charge.meter
+        meter = self.charge.meter
         last = 0.0
         try:
             async for delta in answer:
                 now = time.perf_counter()
                 if last:
                     meter.gap(now - last, delta.token_count)
-                elif self._first:
-                    self._first = False
-                    metrics.time_to_first_token.observe(now - meter.arrived_at)
-                    meter.first(now)
-                    self._active.begin()
-                    CURRENT.get().first_token(now)
                 last = now
                 pending = consume(answer.index, delta)
                 if pending is not None:
                     await pending
+                if self._first:  # noted when it is out: nobody waits for that
+                    self._first = False
+                    self._note_first(now)
         except EngineLostError:
             if self._services.drain.draining:
                 raise UnavailableError("The server is shutting down; try again shortly.") from None
             raise
+
+    def _note_first(self, now: float) -> None:
+        meter = self.charge.meter
+        self._services.metrics.time_to_first_token.observe(now - meter.arrived_at)
+        meter.first(now)
+        self._active.begin()
+        CURRENT.get().first_token(now)
 
 
 @asynccontextmanager
@@ -373,6 +373,7 @@ async def _stream(
         return None if write_now(data) else events.send(data)
 
     try:
+        await events.prepare()
         await opened.follow(send)
         usage = await opened.usage(choices_per_prompt) if encoder.include_usage else None
         return await events.finish(encoder.end(usage))
@@ -380,6 +381,7 @@ async def _stream(
         raise
     except Exception as error:
         if not events.started:
+            events.take_back()
             raise
         opened.charge.note(error)
         return await events.fail(to_api_error(error, request))

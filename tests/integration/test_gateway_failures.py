@@ -167,6 +167,21 @@ async def test_the_second_loss_of_an_engine_ends_a_request(tmp_path: Path) -> No
         assert await rows(gateway) == [("failed", 0, 0)]
 
 
+async def test_a_stream_that_fails_before_its_first_event_is_a_plain_answer(tmp_path: Path) -> None:
+    options = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), missing=frozenset({"a" * 64}))
+    async with running_gateway(tmp_path, options) as gateway:
+        for _ in range(2):  # over one connection: where an answer ends is clear
+            response = await open_stream(gateway)
+            assert (response.status, response.content_type) == (503, "application/json")
+            assert "Transfer-Encoding" not in response.headers
+            body = await response.read()
+            assert response.headers["Content-Length"] == str(len(body))
+            assert json.loads(body)["error"]["code"] == "adapter_unavailable"
+        stream = await open_stream(gateway, model="base", max_tokens=2)
+        assert (stream.status, stream.headers["Transfer-Encoding"]) == (200, "chunked")
+        assert (await stream.text()).endswith("data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("back", [True, False])
 async def test_a_request_that_is_given_to_another_engine_has_waited_already(
     gateway: Gateway, tmp_path: Path, back: bool
