@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import run
@@ -54,7 +54,7 @@ class Case:
     name: str
     kernel: Any
     types: str
-    constants: dict[str, Any]
+    constants: Mapping[str, Any]
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
@@ -104,15 +104,20 @@ def cases(capability: int) -> Iterator[Case]:
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
-        yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
+        constants = {**heads, "M": 16, "SPLITS": splits, "FOR_NEXT": False}
+        yield Case(f"decode-{splits}", split_kernel, types, constants, {"num_warps": 4})
     types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
-    narrow = {**heads, "N": 32, "M": 16, "SPLITS": 1}
-    yield Case("decode-many", split_kernel, types, narrow, {"num_warps": 1, "num_stages": 2})
+    for for_next in (False, True):
+        constants = {**heads, "N": 32, "M": 16, "SPLITS": 1, "FOR_NEXT": for_next}
+        name = f"decode-many-{for_next}"
+        yield Case(name, split_kernel, types, constants, {"num_warps": 1, "num_stages": 2})
     yield Case(
         "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
     )
     types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
-    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    for done in (False, True):
+        constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
+        yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": True}
     yield Case("rms-norm", rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
     types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
