@@ -1,7 +1,6 @@
-# syntax=docker/dockerfile:1
 # One image for every process: gateway, engine (GPU or CPU) and the commands of an operator.
 #   docker build -t stencilpress .
-#   docker build -t stencilpress --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .   # no GPU: 5 GB less
+#   docker build -t stencilpress --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .   # no GPU: 4 GB less
 
 FROM python:3.12-slim AS build
 ARG TORCH_INDEX=https://pypi.org/simple
@@ -11,7 +10,7 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install --index-url "$TORCH_INDEX" --extra-index-url https://pypi.org/simple -c constraints.txt torch
 COPY . .
-RUN pip install -c constraints.txt '.[postgres,redis,otel]'
+RUN pip install -c constraints.txt '.[cold,oidc,otel,postgres,redis]'
 
 FROM python:3.12-slim
 # Triton compiles small launchers with the system's C compiler when an engine starts on a GPU.

@@ -32,8 +32,8 @@ $(VENV)/.test: $(VENV)/.serve
 
 install: $(VENV)/.serve ## create .venv with the pinned dependencies
 
-serve: $(VENV)/.serve ## fetch the demo model, enrol the demo adapters, start gateway and engine (HOST, PORT, DATA)
-	@exec $(BIN)/stencilpress serve $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA))
+serve: $(VENV)/.serve ## fetch the demo model, enrol the demo adapters, start gateway and engine (MODEL, HOST, PORT, DATA)
+	@exec $(BIN)/stencilpress serve $(if $(MODEL),--model $(MODEL)) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(if $(DATA),--data $(DATA))
 
 check: $(VENV)/.test ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .

@@ -1,8 +1,9 @@
 """``python -m bench churn``: far more adapters than the pool may hold, and what a load costs those who run.
 
 ``warm`` and ``cold``: 512 requests at once over 1,000 adapters by Zipf's law, adapters' pages capped; their images in
-host memory, or in files that the system has cached. ``first-use``: one adapter on an idle engine from host memory to
-the pool, as the stream of the copies has it and as whoever waits does, and from a file that the system has cached.
+host memory, or in files that the system has cached. ``mix``: as ``warm``, with ranks from 8 to 64. These two are also
+run with room for all adapters (``resident``). ``first-use``: one adapter on an idle engine from host memory to the
+pool, as the stream of the copies has it and as whoever waits does, and from a file that the system has cached.
 ``itl-p99``: gaps between the tokens of running streams while adapters are read and placed, over those without.
 """
 
@@ -20,6 +21,7 @@ from typing import TypeVar
 import torch
 
 from bench.gpu_cases import (
+    MIX,
     PROBES,
     Bench,
     Case,
@@ -52,7 +54,7 @@ RESIDENT_GOAL = 0.95
 STAGE_LIMIT = 1.3
 """Of a load's slowest stage, the most that the whole may take."""
 FIRST_USES = 30
-CASES = ("warm", "cold", "first-use", "itl-p99")
+CASES = ("warm", "mix", "cold", "first-use", "itl-p99")
 GOALS = {"warm": 9500, "cold": 8000, "first-use": 0.7, "itl-p99": 1.2}
 VLLM = {"warm": 3599, "cold": 2050, "first-use": 61}
 
@@ -69,9 +71,21 @@ def kind_of(adapter: int) -> AdapterKind:
     return AdapterKind(f"churn-{adapter}", 16)
 
 
-def churn(bench: Bench, engine: GpuEngine, case: str, fresh: Callable[[], None]) -> Result:
+def mixed_kind_of(adapter: int) -> AdapterKind:
+    return AdapterKind(f"churn-mix-{adapter}", MIX[adapter % len(MIX)])
+
+
+KindOf = Callable[[int], AdapterKind]
+
+
+def drawn(kind: KindOf) -> list[AdapterKind]:
+    """The adapters that are asked for."""
+    return list(dict.fromkeys(kind(adapter) for adapter in zipf_requests()))
+
+
+def churn(bench: Bench, engine: GpuEngine, case: str, fresh: Callable[[], None], kind: KindOf = kind_of) -> Result:
     """Serve the requests after ``fresh``, which brings the tiers into the case's state; one turn warms up."""
-    digests = [kind_of(adapter).digest for adapter in zipf_requests()]
+    digests = [kind(adapter).digest for adapter in zipf_requests()]
     assert len(set(digests)) == DRAWN
     samples, line, most = [], "", 0
     for turn in range(bench.repeats + 1):
@@ -86,28 +100,34 @@ def churn(bench: Bench, engine: GpuEngine, case: str, fresh: Callable[[], None])
         "max_loras": engine.serving.max_loras,
         "adapter_gib": round(most / 2**30, 3),
     }
-    found = bench.result(case, "out_tok_s", "tok/s", samples, floor=churn_floor(bench), settings=settings)
+    found = bench.result(case, "out_tok_s", "tok/s", samples, floor=churn_floor(bench, kind), settings=settings)
     loads = f"{most / 2**30:.2f} GiB of adapters, {engine.residency.loads} loads"
     against = f"goal {GOALS.get(case)} vllm {VLLM.get(case)} limit {found.floor}"
     print(f"{case:10} {found.value:8.0f} tok/s {found.spread} {against} {loads}   {line}", flush=True)
     return found
 
 
-def resident(bench: Bench, engine: GpuEngine, images: RandomImages, capped: Result) -> list[Result]:
-    """The same requests with room for all adapters; after the turn that warms up they are all there."""
+def against_resident(bench: Bench, engine: GpuEngine, images: RandomImages, case: str, kind: KindOf) -> list[Result]:
+    """A case of adapters in host memory, then the same requests with room for all adapters; after the turn that warms
+    up they are all there."""
+    capped = churn(bench, engine, case, lambda: _warm(bench, engine, images), kind)
     _warm(bench, engine, images, adapter_bytes=0)
-    found = churn(bench, engine, "resident", lambda: None)
-    ratio = bench.result("warm", "of_resident", "", [capped.value / found.value], floor=1.0)
-    print(f"warm has {ratio.value:.3f} of resident, goal {RESIDENT_GOAL}", flush=True)
-    return [found, ratio]
+    name = "resident" if case == "warm" else f"{case}-resident"
+    found = churn(bench, engine, name, lambda: None, kind)
+    ratio = bench.result(case, "of_resident", "", [capped.value / found.value], floor=1.0)
+    print(f"{case} has {ratio.value:.3f} of resident, goal {RESIDENT_GOAL}", flush=True)
+    return [capped, found, ratio]
 
 
-def churn_floor(bench: Bench) -> float:
+def churn_floor(bench: Bench, kind: KindOf) -> float:
     """Prefill's products at the matrix rate, then two full batches of decodes, each over its own adapters."""
     spec = bench.base.spec
     weights = spec.num_layers * sum(group.in_features * group.out_features for group in spec.groups)
     prefill_ms = 2 * REQUESTS * PROMPT * weights / bench.ceilings.matrix_tflop_s / 1e9
-    step_ms = decode_floor_ms(spec, bench.ceilings, Case("", REQUESTS // 2, DRAWN // 2), PROMPT + NEW / 2)
+    ranks = tuple(one.rank for one in drawn(kind))
+    step_ms = decode_floor_ms(
+        spec, bench.ceilings, Case("", REQUESTS // 2, DRAWN // 2, ranks[: DRAWN // 2]), PROMPT + NEW / 2
+    )
     return REQUESTS * NEW * 1e3 / (prefill_ms + 2 * NEW * step_ms)
 
 
@@ -340,8 +360,10 @@ def ours(bench: Bench, kinds: list[AdapterKind], chosen: Sequence[str]) -> list[
     engine = proved_engine(bench.base, images, _serving(bench))
     results = []
     if "warm" in chosen:
-        results.append(churn(bench, engine, "warm", lambda: _warm(bench, engine, images)))
-        results += resident(bench, engine, images, results[-1])
+        results += against_resident(bench, engine, images, "warm", kind_of)
+    if "mix" in chosen:
+        mixed = RandomImages(bench.base.spec, [*PROBES, *drawn(mixed_kind_of)], torch.device("cuda"))
+        results += against_resident(bench, engine, mixed, "mix", mixed_kind_of)
     if {"cold", "itl-p99", "first-use"} & set(chosen):
         with written(images) as folder:
             if "first-use" in chosen:
@@ -362,10 +384,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     chosen = options.cases.split(",") if options.cases else CASES
     bench = gpu_bench("churn", options)
-    drawn = list(dict.fromkeys(kind_of(adapter) for adapter in zipf_requests()))
-    results = ours(bench, drawn, chosen)
+    kinds = drawn(kind_of)
+    results = ours(bench, kinds, chosen)
     for peer_class in installed(options.peer if "warm" in chosen else ()):
-        with peer_class.serving(bench.base, drawn, REQUESTS, PEER_SLOTS) as peer:
+        with peer_class.serving(bench.base, kinds, REQUESTS, PEER_SLOTS) as peer:
             results.append(theirs(bench, peer))
     if options.record:
         record(results, ("torch", "triton"))

@@ -60,7 +60,8 @@ SEEDS: dict[str, str] = {
         SELECT $owner, 'adapter-' || i, $at FROM generate_series(1, $$1::int) AS i""",
     "audit_log": """
         INSERT INTO audit_log (at, actor, role, tenant_id, action, target, before, after, source, request_id)
-        SELECT $at, 'key:kkkkkkk' || i % 100000, 'admin', $owner, 'key.change',
+        SELECT $at, CASE WHEN i % 3 = 0 THEN 'user:ops@press.example' ELSE 'key:kkkkkkk' || i % 100000 END, 'admin',
+            $owner, CASE WHEN i % 200003 = 2 THEN 'key.revoke' WHEN i % 5 = 1 THEN 'alias.move' ELSE 'key.change' END,
             'key:' || lpad(to_hex(i % 100000), 12, 'k'), '{"label": "old"}', '{"label": "new"}', '10.0.0.1', 'req'
         FROM generate_series(1, $$1::int) AS i""",
     "versions": """
@@ -79,6 +80,18 @@ SEEDS: dict[str, str] = {
         FROM generate_series(1, $$1::int) AS i""",
 }
 """How each table is filled with so many rows; for versions, of each adapter."""
+AUDIT_FILTERS = {
+    "one target": "target=key:{key}",
+    "a busy actor": "actor=user:ops@press.example",
+    "a rare actor": "actor=key:kkkkkkk7",
+    "nobody": "actor=user:nobody@press.example",
+    "a common action": "action=key.change",
+    "a rare action": "action=key.revoke",
+    "a kind of action": "action=key.",
+    "no action": "action=tenant.purge",
+    "a busy actor and a rare action": "actor=user:ops@press.example&action=key.revoke",
+    "a rare actor and a kind of action": "actor=key:kkkkkkk7&action=alias.",
+}
 _PARTS = {
     "at": "now() - make_interval(secs => i)",
     "owner": f"CASE WHEN i % 2 = 0 THEN 3 ELSE 3 + i % {TENANTS} END",
@@ -177,7 +190,8 @@ def _cases(operation: Operation) -> Iterator[Case]:
         if "after" in parameters:
             yield Case(f"{operation.path} far behind", path)
     if "target" in parameters:
-        yield Case(f"{operation.path} one target", f"{path}?target=key:{places['key']}")
+        for name, query in AUDIT_FILTERS.items():
+            yield Case(f"{operation.path} {name}", f"{path}?{query.format_map(places)}")
 
 
 async def _pages(gateway: Gateway, given: argparse.Namespace, counts: dict[str, int]) -> list[Result]:

@@ -25,6 +25,7 @@ from bench.gpu_base import Base
 from bench.gpu_random import AdapterKind
 from stencilpress.engine.spec import ModelSpec
 
+DEVICE = "cuda"
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 files of a moment, in memory where there is such a place
 
 
@@ -74,7 +75,7 @@ class Peft:
         with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
             dtype = getattr(torch, base.spec.dtype)
             config = AutoConfig.from_pretrained(model_folder(base, Path(folder) / "model"))
-            with torch.device("cuda"):
+            with torch.device(DEVICE):
                 if base.folder is None:
                     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
                 else:
@@ -87,16 +88,21 @@ class Peft:
                 else:
                     model.load_adapter(path, adapter_name=f"a{i}")
                 names[kind.digest] = f"a{i}"
-            yield cls(model.eval(), names)
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
+            peer = cls(model.eval(), names)
+            del model
+            yield peer
+            peer.release()
+
+    def release(self) -> None:
+        """Give the device's memory back, whoever still has this object."""
+        del self._model
+        _free()
 
     @torch.inference_mode()
     def elapsed_s(self, prompts: Sequence[Sequence[int]], digests: Sequence[str], new_tokens: int) -> float:
-        ids = torch.tensor(prompts, device="cuda")
+        ids = torch.tensor(prompts, device=DEVICE)
         options: dict[str, Any] = {"adapter_names": [self._names[d] for d in digests]} if self._names else {}
-        torch.cuda.synchronize()
+        _wait()
         start = time.perf_counter()
         out = self._model.generate(
             input_ids=ids,
@@ -107,7 +113,7 @@ class Peft:
             pad_token_id=0,
             **options,
         )
-        torch.cuda.synchronize()
+        _wait()
         elapsed = time.perf_counter() - start
         assert out.shape[1] == ids.shape[1] + new_tokens
         return elapsed
@@ -152,10 +158,15 @@ class Vllm:
                 kind.digest: LoRARequest(f"a{i}", i + 1, str(write_adapter(base.spec, kind, Path(folder) / f"a{i}")))
                 for i, kind in enumerate(kinds)
             }
-            yield cls(llm, loras)
-        del llm
-        gc.collect()
-        torch.cuda.empty_cache()
+            peer = cls(llm, loras)
+            del llm
+            yield peer
+            peer.release()
+
+    def release(self) -> None:
+        """The same; its engine is a process of its own, which ends with the last reference."""
+        del self._llm
+        _free()
 
     def elapsed_s(self, prompts: Sequence[Sequence[int]], digests: Sequence[str], new_tokens: int) -> float:
         from vllm import SamplingParams
@@ -236,6 +247,16 @@ def write_adapter(spec: ModelSpec, kind: AdapterKind, folder: Path) -> Path:
                     tensors[f"{name}.lora_{part}.weight"] = torch.randn(shape).div_(32).to(dtype)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # of no effect where there is no GPU
 
 
 def _memory_folder() -> Path | None:

@@ -106,9 +106,15 @@ def _cpu_runner(spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: L
 
 
 def _device(settings: EngineSettings) -> torch.device:
-    if settings.device != "auto":
-        return torch.device(settings.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Raises ``SettingsError`` where a GPU is asked for and none can be used."""
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if settings.device == "cuda":
+        try:
+            torch.cuda.current_device()
+        except (RuntimeError, AssertionError) as error:  # the latter comes from a build of torch without CUDA
+            raise SettingsError(f"STENCILPRESS_DEVICE is cuda, and no GPU can be used: {error}") from error
+    return torch.device(settings.device)
 
 
 def _welcome(settings: EngineSettings, spec: ModelSpec, max_model_len: int) -> Welcome:

@@ -35,9 +35,11 @@ from stencilpress.engine.ring import Channel, ProtocolError
 
 READ_BUDGET_BYTES = 64 << 10
 """Reply bytes handled before other tasks of the loop get a turn."""
-WOKEN_AT_ONCE = 16
-"""Streams that go on with a step's tokens before the loop looks at its sockets again: a new request must not wait until
-hundreds of others have written theirs."""
+WOKEN_AT_ONCE = 4
+"""Streams that go on with a step's tokens before the loop looks at its sockets again: a new request takes five turns of
+the loop up to its first token, and must not wait in each of them until dozens of others have written theirs."""
+WOKEN_WHEN_BEHIND = 64
+"""The same while steps come before all have gone on with the one before: then there is no time for turns."""
 
 Batch = tuple[list[Token], Finished | None]
 A = TypeVar("A", Ensured, Stats, Adapters, Pages, Kept, Forgotten)
@@ -149,6 +151,8 @@ class Connection:
         self._outbox: dict[asyncio.Future[None], bytes] = {}
         self._aborts: deque[bytes] = deque()
         self._calls: deque[_Inbox] = deque()
+        self._behind = False
+        """The last step has met streams that still stood in line with a token of the one before."""
         self._publishes = False
         self._reads_on = False
         self._wakes_on = False
@@ -237,6 +241,7 @@ class Connection:
         if self.ended.done():
             return
         try:
+            self._behind = self._behind and bool(self._calls)
             is_open = self._channel.receive()
             for message in self._channel.messages(READ_BUDGET_BYTES):
                 self._dispatch(message)
@@ -273,7 +278,9 @@ class Connection:
             inbox = inboxes.get(token.id)
             if inbox is not None:
                 inbox.tokens.append(token)
-                if inbox.waiter is not None and not inbox.called:
+                if inbox.called:
+                    self._behind = True
+                elif inbox.waiter is not None:
                     self._call(inbox)
         for finished in message.finished:
             inbox = inboxes.pop(finished.id, None)
@@ -294,7 +301,7 @@ class Connection:
         """The next in line go on; the others after whatever has come meanwhile."""
         self._wakes_on = False
         calls = self._calls
-        for _ in range(min(len(calls), WOKEN_AT_ONCE)):
+        for _ in range(min(len(calls), WOKEN_WHEN_BEHIND if self._behind else WOKEN_AT_ONCE)):
             calls.popleft().wake()
         if calls:
             self._wakes_on = True

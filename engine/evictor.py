@@ -1,4 +1,6 @@
-"""Makes room in the pool: what idles goes first, then adapters that only newer requests want."""
+"""Makes room in the pool: what idles goes first, then adapters that only newer requests want. What an operator keeps
+goes only where a request could not run otherwise, though nobody else does.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,17 @@ class Evictor:
             return True
         return self._evict_first(self._newer(-1), 1) > 0
 
+    def evict_kept(self, but: str | None) -> bool:
+        """Evict one adapter that an operator keeps and nobody leases; ``but`` is spared. For the only request that
+        could run now: it would wait for ever. False if there is none, or while one is being loaded."""
+        if any(adapter.tier is Tier.LOADING for adapter in self.adapters):
+            return False
+        kept = (a for a in self.adapters if a.kept and not a.leases and a.digest != but)
+        adapter = next(kept, None)
+        if adapter is not None:
+            self.evict(adapter)
+        return adapter is not None
+
     def make_adapter_room(self, adapter: Adapter, arrival: int, *, over: bool) -> bool:
         """The same for an adapter, within the pages that all of them may have; ``over`` spares tenants in their share.
 
@@ -78,7 +91,7 @@ class Evictor:
         return missing <= 0 and excess <= 0
 
     def evict(self, adapter: Adapter) -> None:
-        """Take an unpinned adapter out of the pool."""
+        """Take an adapter out of the pool that nobody leases."""
         with self.adapters.changing(adapter):
             self.leave_pool(adapter)
         self._orders.append(DropOrder(adapter.digest, "hbm"))
@@ -91,7 +104,7 @@ class Evictor:
         """Give its pages back, in the middle of a change."""
         self._pool.release(adapter.held, adapter.last_read)
         self._room.charge(adapter.tenant, -adapter.size)
-        adapter.held, adapter.size = (), 0
+        adapter.held, adapter.size, adapter.kept = (), 0, False
         adapter.tier = Tier.DISK if adapter.image is None else Tier.HOST
 
     def _missing(self, pages: int) -> int:

@@ -116,6 +116,11 @@ class Residency:
         adapter = self._adapters.get(digest)
         return adapter is not None and adapter.tier is Tier.HBM
 
+    def coming(self, digest: str) -> bool:
+        """Whether it is being copied into the pool."""
+        adapter = self._adapters.get(digest)
+        return adapter is not None and adapter.tier is Tier.LOADING
+
     def too_large(self, digest: str) -> bool:
         """Whether it takes more pages than adapters may have."""
         return self.pages(digest) > self._capacity.max_adapter_pages
@@ -179,6 +184,17 @@ class Residency:
     def evict_one(self, tenant: int = 0) -> bool:
         """Evict one thing, an idle one if there is one. False if all is pinned or still loading."""
         return self._evictor.evict_one(tenant)
+
+    def evict_kept(self, but: str | None) -> bool:
+        """The last resort for the only request that could run now, as :meth:`Evictor.evict_kept` does."""
+        return self._evictor.evict_kept(but)
+
+    def bring_in(self, digest: str, arrival: int, tenant: int, *, alone: bool) -> None:
+        """Place an adapter before all that are wanted later, now if there is room; ``alone``: nobody runs."""
+        self.want(digest, arrival, tenant)
+        self.pump(arrival)
+        while alone and self._adapters[digest].tier is Tier.HOST and self.evict_kept(digest):
+            self.pump(arrival)
 
     def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
         """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""

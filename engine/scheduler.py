@@ -29,7 +29,7 @@ from stencilpress.engine.replies import Replies
 from stencilpress.engine.reports import PageMap
 from stencilpress.engine.request import Request, State, order_of
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.seats import NEXT, Seats
+from stencilpress.engine.seats import Seats
 from stencilpress.engine.turns import Turns, prefill_turn
 from stencilpress.engine.waiting import Waiting
 from stencilpress.engine.wants import Wants
@@ -297,6 +297,8 @@ class Scheduler:
         """What the decodes leave of the budget goes to prompts: of seated requests and of newcomers, in their turns."""
         self._turns.begin_step()
         self._blocked = None
+        if not self._seats.taken:
+            self._turns.bring_in_squeezed()  # all is idle: the pages that it lacks are free, or held for nobody's sake
         prefills.sort(key=prefill_turn)
         prefills.reverse()
         newcomer = self._newcomer(batch)
@@ -327,12 +329,10 @@ class Scheduler:
     def _take_off(self, batch: Batch) -> StepPlan | None:
         if len(self._waiting):
             self._wants.refresh()
-        squeezed = self._turns.squeezed()
-        if squeezed is not None and squeezed.adapter is not None:
-            self._residency.want(squeezed.adapter, NEXT, squeezed.tenant)  # others wait for it: it goes before theirs
-            self._residency.pump(newest=NEXT)
-        else:
+        if not self._turns.bring_in_squeezed():
             self._residency.pump(newest=self._blocked.order if self._blocked is not None else None)
+            if not self._seats.taken:
+                self._turns.bring_in_squeezed()
         segments = batch.segments()
         if not segments:
             return None

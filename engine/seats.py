@@ -58,7 +58,7 @@ class Seats:
         """Seat a request whose adapter is ready, with pages for all its tokens. False if the pool has too few.
 
         Some are left for those who sit already, one for each at least, lest the newcomer be preempted for their sake.
-        Whoever finds nobody seated may have all that is not in use.
+        Whoever finds nobody seated may have all that is not in use, at last what an operator keeps.
         """
         order = request.order if self.taken else FIRST
         if request.adapter is not None:
@@ -69,7 +69,7 @@ class Seats:
         if not self._residency.make_room(missing + self._reserve(request), order, request.tenant):
             if chain is not None:
                 self._prefixes.close(chain)
-            return False
+            return not self.taken and self._residency.evict_kept(request.adapter) and self.take(request)
         request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
         self.taken[request.key] = request
         self._owed_tokens += request.owed
@@ -134,6 +134,8 @@ class Seats:
             return True
         if not self._pool.free:
             self._residency.make_way(request.tenant)
+            if not (self._pool.free or self._pool.quarantined) and len(self.taken) == 1:
+                self._residency.evict_kept(request.adapter)
         page = self._pool.allocate(1, request.key)
         request.pages += page or ()
         return page is not None

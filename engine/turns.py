@@ -8,7 +8,7 @@ from itertools import islice
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.seats import Seats
+from stencilpress.engine.seats import NEXT, Seats
 from stencilpress.engine.waiting import Waiting
 
 OUTSIDERS = 64
@@ -28,7 +28,8 @@ class Turns:
     - It lacks a slot: anybody, until it has waited for as long as requests of the longest holder run, or for
       ``patience_steps``. Then as many of the longest holders as there are such adapters, but half of the slots at most,
       take no newcomers, so slots free.
-    - The pool lacks room for its adapter: anybody for ``patience_steps``; then nobody is seated, so pages free.
+    - The pool lacks room for its adapter: anybody, as long as the longest request of those that hold slots has run, or
+      for ``patience_steps``; then nobody is seated, so pages free.
     - Its adapter is being read from disk: anybody, since nobody's standing back would make the disk faster.
     """
 
@@ -58,8 +59,7 @@ class Turns:
             fresh = next(iter(self._without_slot()), None)
             if fresh is not None and (chosen is None or _turn(fresh) < _turn(chosen)):
                 chosen = fresh
-        squeezed = self.squeezed() if self._seats.taken else None
-        if chosen is not None and squeezed is not None and _turn(squeezed) < _turn(chosen):
+        if chosen is not None and self._standing_back(chosen):
             return None
         return chosen
 
@@ -78,11 +78,32 @@ class Turns:
         return victim if victim is not None and victim.account.counter > newcomer.account.counter else None
 
     def squeezed(self) -> Request | None:
-        """The first request whose adapter has lacked room in the pool for too long."""
-        aged = self.step - self._patience_steps
+        """The first request whose adapter has lacked room in the pool for too long; where nobody runs, at all."""
+        aged = self.step - (self._patience() if self._seats.taken else 0)
         aged_lines = (digest for digest in self._residency.squeezed() if self._waiting.stands_since(digest, aged))
         heads = [head for digest in aged_lines if (head := self._waiting.head(digest)) is not None]
         return min(heads, key=_turn, default=None)
+
+    def bring_in_squeezed(self) -> bool:
+        """Place that request's adapter before all others, for whose sake nobody is seated; False if there is none."""
+        squeezed = self.squeezed()
+        if squeezed is None or squeezed.adapter is None:
+            return False
+        self._residency.bring_in(squeezed.adapter, NEXT, squeezed.tenant, alone=not self._seats.taken)
+        return True
+
+    def _patience(self) -> int:
+        """For how many steps one that lacks room is passed: as long as the longest request of all holders runs."""
+        grants, most = self._seats.granted.values(), self._patience_steps
+        return min(most, max((grant.longest_answer or most for grant in grants), default=most))
+
+    def _standing_back(self, chosen: Request) -> bool:
+        """Whether it must wait for an adapter that has lacked room for too long: for pages of those who run, or, once
+        it has its pages, for the copy."""
+        squeezed = self.squeezed()
+        if squeezed is None or squeezed.adapter is None or _turn(squeezed) >= _turn(chosen):
+            return False
+        return bool(self._seats.taken) or self._residency.coming(squeezed.adapter)
 
     def _insiders(self) -> Iterator[Request]:
         """Heads of lines that need no further slot, those apart that must let others have theirs."""

@@ -51,13 +51,16 @@ class Wishes:
         self._place = place
         self._clock = clock
         self._kept = Kept()
-        self._pinned_pages = 0
+        self._beyond: set[str] = set()
+        """What is to be pinned, but does not fit the part for such adapters."""
         self._predict_at_s = clock() + PREDICT_S
 
     def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
         """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
         before = self._kept.pinned
         error = self._kept.say(gateway, pinned, preloaded)
+        if before != self._kept.pinned:
+            self._beyond.clear()
         for digest in before ^ self._kept.pinned:
             adapter = self._adapters.get(digest)
             if adapter is not None and adapter.tier is Tier.HBM:
@@ -69,9 +72,12 @@ class Wishes:
         """Pin an adapter in the pool that is to be, if the part for such adapters has room; or no longer. In the middle
         of a change."""
         most = min(self._pool.total, self._max_adapter_pages) // PIN_SHARE
-        self._pinned_pages -= adapter.size if adapter.kept else 0
-        adapter.kept = adapter.digest in self._kept.pinned and self._pinned_pages + adapter.size <= most
-        self._pinned_pages += adapter.size if adapter.kept else 0
+        adapter.kept = False
+        if adapter.digest in self._kept.pinned:
+            others = sum(other.size for other in self._adapters if other.kept)
+            adapter.kept = others + adapter.size <= most
+            if not adapter.kept:
+                self._beyond.add(adapter.digest)
 
     def pump(self) -> None:
         """Nobody waits for a load: order one for an adapter that is kept, or likely to be wanted again."""
@@ -111,7 +117,11 @@ class Wishes:
         return roomy and self._pool.adapter + adapter.needs <= self._max_adapter_pages
 
     def _predict(self) -> None:
-        """Wish for the adapter used most of late that has left the pool."""
+        """Wish for all that should be pinned but has found no place, or lost it, and for the adapter used most of late
+        that has left the pool."""
+        for digest in sorted(self._kept.pinned - self._beyond):
+            if not self._in_pool(digest):
+                self._kept.wish(digest)
         now_s = self._clock()
         away = [
             (uses, seen.digest)

@@ -64,6 +64,9 @@ BACKLOG = 4096
 """Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
 drops what comes on top, which then waits a second."""
 TOKENIZER_THREADS = 2
+GARBAGE_OBJECTS = 10_000
+"""New objects before garbage is looked for: Python's 700 are made by a few requests on their way in, which it delays.
+Nearly everything is freed by its count of references; what is not adds up to some megabytes until then."""
 BEAT_S = 1.0
 HANG_LIMIT_S = 30.0
 """A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
@@ -113,6 +116,7 @@ async def _serve(settings: GatewaySettings) -> int:
         await runner.setup()
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
+        gc.set_threshold(GARBAGE_OBJECTS)
         if settings.peer_fd >= 0:
             peers = await serve_peers(socket.socket(fileno=settings.peer_fd), services.metrics)
             stack.callback(peers.close)

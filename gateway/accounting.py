@@ -70,8 +70,9 @@ class Charge:
     def close(self, answers: Sequence[Answer]) -> None:
         """Free the quota at once; the row follows when the engine has told what it made in vain. Does not wait."""
         self._accounting.live.ended(self._open, failed=self._status is Status.FAILED)
-        if not answers:
+        if not answers:  # no engine has seen it
             self._reservation.undo()
+            self.meter.prompt_tokens = 0
             self.meter.close(self._status, 0, [])
             return
         if self._status is Status.COMPLETED and any(answer.cancelled for answer in answers):

@@ -59,29 +59,29 @@ class Entry:
     problem: tuple[str, str] | None
 
 
-def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
-    """Write the adapter's files into ``folder`` and remove the archive.
+def unpack(archive: Path, folder: Path, max_bytes: int) -> list[Finding]:
+    """Write the adapter's files into ``folder`` and remove the archive; returns what is wrong with its entries.
 
-    ``max_bytes`` bounds all that comes out. Raises :class:`AdapterError` with all that is wrong with the entries.
+    An entry that has a finding is passed over, so that the files beside it can be checked as well. ``max_bytes`` bounds
+    all that comes out. Raises :class:`AdapterError` where reading on makes no sense.
     """
+    findings, seen = list[Finding](), list[str]()
     try:
         with archive.open("rb") as file:
             kind = _kind(file)
             budget = _Budget(min(max_bytes, FREE_BYTES + MAX_RATIO * archive.stat().st_size), max_bytes)
-            findings, seen = list[Finding](), list[str]()
             for entry, content in _zip_entries(file) if kind == "zip" else _tar_entries(file, kind, budget):
                 _take(entry, content, folder, budget, seen, findings)
-    except AdapterError:
-        raise
+    except AdapterError as error:
+        raise AdapterError([*findings, *error.findings]) from None
     except OSError as error:
         if error.errno not in (None, errno.EINVAL):  # gzip's own, and an offset of the archive that no file can have
             raise
         raise _refusal("bad_archive", f"cannot be read: {shown(str(error))}") from None
     except _BROKEN as error:
         raise _refusal("bad_archive", f"cannot be read: {shown(str(error))}") from None
-    if findings:
-        raise AdapterError(findings)
     archive.unlink()
+    return findings
 
 
 class _Budget:
@@ -178,7 +178,7 @@ def _take(
 ) -> None:
     """Check one entry and, if it is one of the two, write it out."""
     if len(seen) >= MAX_ENTRIES:
-        raise AdapterError([*findings, Finding(ARCHIVE_LABEL, "too_many_entries", f"has more than {MAX_ENTRIES}")])
+        raise _refusal("too_many_entries", f"has more than {MAX_ENTRIES}")
     parts = entry.name.removeprefix("./").rstrip("/" if entry.is_folder else "").split("/")
     problem = entry.problem or _name_problem(entry, parts, seen)
     seen.append(parts[-1])

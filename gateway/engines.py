@@ -97,6 +97,8 @@ class Engines:
     @property
     def welcome(self) -> Welcome:
         """What every connected engine can take. Raises :class:`EngineUnavailableError` without one."""
+        if len(self._clients) == 1:
+            return self._clients[0].welcome
         welcomes = [client.welcome for client in self._clients if client.ready]
         if not welcomes:
             raise EngineUnavailableError("no engine is connected")
@@ -120,15 +122,18 @@ class Engines:
     async def resubmit(self, request: Submit, limit_s: float) -> Stream | None:
         """Hand over a request anew whose engine is gone, to another or to the first that is back in time.
 
-        None if there is none in time, or the engines are being closed. Raises :class:`EngineBusyError`.
+        None if there is none in time, or the engines are being closed. What it waits here it has waited of its
+        ``max_wait_ms``. Raises :class:`EngineBusyError`.
         """
+        loop = asyncio.get_running_loop()
+        came_s = loop.time()
         try:
             async with asyncio.timeout(limit_s) as scope:
                 self._returning.add(scope)
                 while True:
                     await self.wait_ready()
                     with suppress(EngineUnavailableError):
-                        return await self.submit(request)
+                        return await self.submit(_waited(request, loop.time() - came_s))
         except TimeoutError:
             return None
         finally:
@@ -136,6 +141,8 @@ class Engines:
 
     def choose(self, adapter: str) -> int:
         """The engine for an adapter's request, or for the base ("") now. Raises :class:`EngineUnavailableError`."""
+        if len(self._clients) == 1 and self._clients[0].ready:
+            return 0
         ready = [index for index, client in enumerate(self._clients) if client.ready]
         if not ready:
             raise EngineUnavailableError("no engine is connected")
@@ -197,6 +204,13 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
         return blake2b(adapter.encode(), digest_size=8, salt=index.to_bytes(16, "little")).digest()
 
     return tuple(sorted(range(engines), key=score))
+
+
+def _waited(request: Submit, waited_s: float) -> Submit:
+    """A request that has waited so long of the time that it may wait; 1 ms is left at least."""
+    if not request.max_wait_ms:
+        return request
+    return msgspec.structs.replace(request, max_wait_ms=max(1, request.max_wait_ms - round(waited_s * 1000)))
 
 
 async def _adapters_of(client: EngineClient) -> Sequence[AdapterSeen] | None:

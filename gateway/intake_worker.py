@@ -76,8 +76,9 @@ def inspect(request: IntakeRequest) -> Accepted | Rejected:
     findings, modules = list[Finding](), tuple[Module, ...]()
     try:
         if request.archive:
-            unpack(folder / request.archive, folder, limits.max_bytes + MAX_CONFIG_BYTES)
-        config, asserted, findings = _inspect_config(folder, base_ids(Path(request.model_dir)), request.base_check)
+            findings = unpack(folder / request.archive, folder, limits.max_bytes + MAX_CONFIG_BYTES)
+        config, asserted, more = _inspect_config(folder, base_ids(Path(request.model_dir)), request.base_check)
+        findings += more
         with _open(folder / WEIGHTS_NAME, limits.max_bytes) as file:
             weights = open_safetensors(file, limits.max_tensors)
             modules, problems = resolve(spec, config, weights.shapes) if config else ((), [])

@@ -156,7 +156,7 @@ class KeyRing:
     def __init__(self, db: Database, changes: Changes) -> None:
         self._db = db
         self._changes = changes
-        self._known: CatalogCache[bytes, Credential] = CatalogCache(changes, CACHE_ENTRIES)
+        self._known: CatalogCache[bytes, tuple[Credential, Principal]] = CatalogCache(changes, CACHE_ENTRIES)
         self._looking: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def authenticate(self, token: str) -> Principal:
@@ -165,21 +165,23 @@ class KeyRing:
         if match is None:
             raise _refusal()
         digest = _hash(match[1], match[2])
-        credential = self._known.get(digest)
-        if credential is None:
+        known = self._known.get(digest)
+        if known is None:
             async with self._looking.setdefault(digest, asyncio.Lock()):  # one query for a burst of requests
-                credential = self._known.get(digest) or await self._look_up(match[1], digest)
+                known = self._known.get(digest) or await self._look_up(match[1], digest)
+        credential, principal = known
         if not _in_force(credential, digest):
             raise _refusal()
-        return _principal(credential)
+        return principal
 
-    async def _look_up(self, public_id: str, digest: bytes) -> Credential:
+    async def _look_up(self, public_id: str, digest: bytes) -> tuple[Credential, Principal]:
         seen = self._changes.seen
         credential = await find_credential(self._db, public_id)
         if not _opens(digest, credential) or credential is None:
             raise _refusal()
-        self._known.put(digest, credential.tenant.id, seen, credential)
-        return credential
+        known = credential, _principal(credential)
+        self._known.put(digest, credential.tenant.id, seen, known)
+        return known
 
 
 def _refusal() -> AuthenticationError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from math import inf
 
 import msgspec
@@ -13,6 +14,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stencilpress.gateway.live_counts import LiveCounts
+from stencilpress.gateway.quota.terms import DIMENSIONS
 from stencilpress.gateway.tenant_metrics import GAP_BOUNDS_S, TTFT_BOUNDS_S, Family, TenantCounts
 from stencilpress.gateway.usage.histogram import add, bucket_of, value_of
 from stencilpress.gateway.usage.refusals import RefusalCounts
@@ -78,6 +80,8 @@ class Metrics:
             ["dimension"],
             registry=self.registry,
         )
+        for counter, dimension in product((self.quota_refusals, self.quota_shadow_refusals), DIMENSIONS):
+            counter.labels(dimension)  # at 0: of a series that begins at 1, Prometheus has not seen the first increase
         self.quota_store_failures = Counter(
             "stencilpress_quota_store_failures",
             "Requests that the quota store did not answer for",

@@ -54,7 +54,8 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     finally:
         if tracing and span:
             http = {"http.request.method": request.method, "http.route": route, "http.response.status_code": code}
-            tracing.end(span, observed, failed=code >= 500, **http)
+            observed.failed = observed.failed or code >= 500
+            tracing.end(span, observed, **http)
         request.app[SERVICES].metrics.requests.labels(route, status).inc()
         observed.log(request.method, route, status, logging.DEBUG if route in PROBES else logging.INFO)
 
@@ -70,6 +71,13 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def to_api_error(error: Exception, request: web.Request) -> ApiError:
     """What a client is told of an exception. One that nobody foresaw goes to the log and not to the client."""
+    told = _told(error, request)
+    if told.status >= 500 and (observed := CURRENT.get(None)):
+        observed.failed = True
+    return told
+
+
+def _told(error: Exception, request: web.Request) -> ApiError:
     match error:
         case InternalError(cause=cause) if cause:
             logger.error("the engine failed in %s: %s", request.get(REQUEST_ID), cause)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ access_logger = logging.getLogger("stencilpress.access")
 class Observation:
     """One request, or one response on a WebSocket. What does not apply is empty or 0."""
 
-    request_id: str = field(default_factory=lambda: "req_" + secrets.token_hex(16))
+    request_id: str = field(default_factory=lambda: "req_" + os.urandom(16).hex())
     arrived_at: float = field(default_factory=time.perf_counter)
     """``time.perf_counter()`` when the head of the request was read."""
     tenant: str = ""
@@ -31,6 +31,8 @@ class Observation:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     time_to_first_token_s: float = 0.0
+    failed: bool = False
+    """It ended with a fault of ours; of a stream that had begun, the status does not say so."""
 
     def first_token(self, now: float) -> None:
         """Text for the client has come, for the first time."""

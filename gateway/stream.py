@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -14,6 +14,9 @@ from aiohttp import HttpVersion11, web
 from stencilpress.gateway.answer import Delta, FinishReason, ShownToken
 from stencilpress.gateway.errors import ApiError
 from stencilpress.gateway.metrics import Metrics
+
+if TYPE_CHECKING:
+    from aiohttp.http import StreamWriter
 
 HEADERS = {
     "Content-Type": "text/event-stream",
@@ -119,14 +122,24 @@ class EventStream:
         self._write_limit_s = write_limit_s
         self._metrics = metrics
         self._response = _Events(headers=HEADERS)
-        self._starting = asyncio.Lock()
+        self._started = False
         self._transport: asyncio.Transport | None = None
         """Where chunks of the body can be written as they are; None before the first event, and for HTTP/1.0."""
 
     @property
     def started(self) -> bool:
         """Whether the status is out."""
-        return self._response.prepared
+        return self._started
+
+    async def prepare(self) -> None:
+        """Make the head ready while the engine works; it goes out with the first event."""
+        if self._request.version >= HttpVersion11:
+            self._response.enable_chunked_encoding()
+        await self._response.prepare(self._request)
+
+    def take_back(self) -> None:
+        """Make room for another response, whose head replaces the one that is not out yet."""
+        cast("StreamWriter", self._request.writer).chunked = False
 
     def write_now(self, data: bytes) -> bool:
         """Write whole events at once if nothing is in the way; False if they need :meth:`send`.
@@ -145,13 +158,9 @@ class EventStream:
 
     async def send(self, data: bytes) -> None:
         """Write whole events, waiting for the client if need be. Raises :class:`ConnectionError` when it is gone."""
-        if not self._response.prepared:
-            async with self._starting:
-                if self._request.version >= HttpVersion11:
-                    self._response.enable_chunked_encoding()
-                await self._response.prepare(self._request)
         if self.write_now(data):
             return
+        self._started = True
         if self._is_free(data):
             await self._response.write(data)  # the first, with the headers
             if data and self._response.chunked:
@@ -162,9 +171,7 @@ class EventStream:
 
     async def finish(self, data: bytes = b"") -> web.StreamResponse:
         """End the response in the regular way, with these last events."""
-        if not self._response.prepared:
-            await self.send(data)
-            data = b""
+        self._started = True
         if self._is_free(data):
             await self._response.write_eof(data)
             return self._response

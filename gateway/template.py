@@ -60,7 +60,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self._constants = {**environment.globals, "tools": None, "documents": None, **special_tokens}
 
     def render(
         self,
@@ -70,15 +70,11 @@ class ChatTemplate:
         generation_prompt: bool = True,
     ) -> str:
         """The prompt, up to where the assistant's answer begins if asked. ``variables`` are the template's options."""
+        given = {"messages": messages, "add_generation_prompt": generation_prompt, **(variables or {})}
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self._special_tokens,
-                **(variables or {}),
-            )
+            # As `render` does it, but for the globals, which that would gather anew: half of a short template's time.
+            context = self._template.new_context({**self._constants, **given}, shared=True)
+            return "".join(self._template.root_render_func(context))
         except _RaisedByTemplateError as error:
             raise TemplateError(f"The model's chat template refused the messages: {error.message}") from error
         except (*_TEMPLATE_FAULTS, RecursionError) as error:

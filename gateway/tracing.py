@@ -67,15 +67,15 @@ class Tracing:
         observed.trace_id = format_trace_id(span.get_span_context().trace_id)
         return ActiveSpan(span, began_ns)
 
-    def end(self, active: ActiveSpan, observed: Observation, failed: bool, **attributes: Any) -> None:
-        """The request has been answered; ``failed`` is for faults of ours."""
+    def end(self, active: ActiveSpan, observed: Observation, **attributes: Any) -> None:
+        """The request has been answered. The span has failed if that was our fault, not if it was the client's."""
         from opentelemetry.trace import StatusCode
 
         span = active.span
         span.set_attributes({**attributes, **_attributes(observed)})
         if observed.time_to_first_token_s:
             span.add_event("first_token", timestamp=active.began_ns + int(observed.time_to_first_token_s * 1e9))
-        if failed:
+        if observed.failed:
             span.set_status(StatusCode.ERROR)
         span.end()
 

@@ -69,7 +69,7 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """All kernels, at the sizes of an 8B Llama in bf16."""
+    """All kernels, at the sizes of an 8B Llama in bf16; attention in fp16 and for small heads too."""
     lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
     rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
@@ -82,6 +82,7 @@ def cases(capability: int) -> Iterator[Case]:
             (Tile(64, 16), 64, 128),
             (Tile(64, 16), 256, 256),
             (Tile(64, 64), 32, 32),
+            *(((Tile(64, 64), 128, 128),) if name == "down" else ()),
         ):
             cut = choose_cut(shape, tile, blocks, items, warp_groups=capability == 90)
             label = f"{name}-{tile.rows}x{tile.ranks}-{blocks}-{items}"
@@ -118,12 +119,19 @@ def cases(capability: int) -> Iterator[Case]:
     for done in (False, True):
         constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
         yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
-    constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": True}
-    yield Case("rms-norm", rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
+    for residual in (False, True):
+        constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
+        name = "rms-norm-residual" if residual else "rms-norm"
+        yield Case(name, rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
     types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
     for norm in (False, True):
         constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
+    half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
+    types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
+    yield Case("decode-fp16-64", split_kernel, types, {**half, "M": 16, "SPLITS": 1}, {"num_warps": 4})
+    types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
+    yield Case("prefill-fp16-64", prefill_kernel, types, {**half, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})

@@ -18,16 +18,19 @@ from pathlib import Path
 import stencilpress
 from stencilpress.bases import Base, declared_base
 from stencilpress.gateway.blobs import BlobStore
-from stencilpress.gateway.catalog.adapters import list_adapters
-from stencilpress.gateway.catalog.records import Adapter, Tenant
+from stencilpress.gateway.catalog.adapter_lists import list_served
+from stencilpress.gateway.catalog.adapters import get_adapter
+from stencilpress.gateway.catalog.records import Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.enrol import FILES, Enrolment
-from stencilpress.gateway.errors import AuthenticationError, ConflictError, InvalidAdapterError
+from stencilpress.gateway.errors import AuthenticationError, ConflictError, InvalidAdapterError, NotFoundError
 from stencilpress.gateway.keys import KeyRing, issue_key
 
 TENANT = "demo"
+SHOWN = 12
+"""Adapters that the terminal names."""
 QUESTION = "How do I reset my password?"
 
 
@@ -56,16 +59,14 @@ async def enrol_demo(
     if tenant.disabled_at is not None:
         return None
     key = await _key(db, key_file)
-    present = {adapter.name: adapter for adapter in await list_adapters(db, tenant.id)}
     for folder in shipped_adapters():
-        if declared_base(folder) in base.ids and not await _is_enrolled(blobs, present.get(folder.name), folder):
+        if declared_base(folder) in base.ids and not await _is_enrolled(db, blobs, tenant, folder):
             say(f"enrolling the demo adapter {folder.name}")
             try:
                 await enrolment.add_folder(folder, folder.name, tenant.id, tenant.limits, promote=True)
             except InvalidAdapterError as error:  # an operator's limits may be below a shipped rank
                 say(f"  left out: {'; '.join(error.findings)}")
-    adapters = await list_adapters(db, tenant.id)
-    return Demo(key, tuple(adapter.name for adapter in adapters if _serves(adapter, base)))
+    return Demo(key, tuple(one.name for one in await list_served(db, tenant.id, base.ids[0])))
 
 
 def banner(url: str, base: Base, demo: Demo | None, console: str) -> str:
@@ -77,10 +78,11 @@ def banner(url: str, base: Base, demo: Demo | None, console: str) -> str:
     if demo is None:
         advice = "Make a tenant and a key: stencilpress tenant add NAME, stencilpress key create NAME"
         return f"{head}\n{place}\n{advice}"
-    models = [base.short_name, *demo.adapters]
+    models = [base.short_name, *demo.adapters[:SHOWN]]
+    more = [f"and {len(demo.adapters) - SHOWN} more"] if len(demo.adapters) > SHOWN else []
     lines = [
         head,
-        f"  models   {'  '.join(models)}",
+        f"  models   {'  '.join((*models, *more))}",
         f"  demo key {demo.key}",
         place,
         "Try one of them:",
@@ -128,16 +130,15 @@ def _write_private(file: Path, text: str) -> None:
     fresh.replace(file)
 
 
-async def _is_enrolled(blobs: BlobStore, adapter: Adapter | None, folder: Path) -> bool:
+async def _is_enrolled(db: Database, blobs: BlobStore, tenant: Tenant, folder: Path) -> bool:
     """Whether the files are those of a version. Comparing them is quicker than validating them for their digest."""
-    digests = [version.digest for version in adapter.versions] if adapter else []
+    try:
+        adapter = await get_adapter(db, tenant.id, folder.name)
+    except NotFoundError:
+        return False
+    digests = [version.digest for version in adapter.versions]
     return await asyncio.to_thread(lambda: any(_same_files(blobs.folder(digest), folder) for digest in digests))
 
 
 def _same_files(one: Path, other: Path) -> bool:
     return not any(filecmp.cmpfiles(one, other, FILES, shallow=False)[1:])
-
-
-def _serves(adapter: Adapter, base: Base) -> bool:
-    prod = adapter.aliases.get("prod")
-    return any(version.number == prod and version.base_id == base.ids[0] for version in adapter.versions)

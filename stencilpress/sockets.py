@@ -42,7 +42,8 @@ def locked(path: Path, what: str) -> Iterator[bool]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ServeError(f"process {owner} already serves {what}") from None
+            holder = f"process {owner} already serves" if owner else "a gateway or an engine of its own uses"
+            raise ServeError(f"{holder} {what}") from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -50,6 +51,18 @@ def locked(path: Path, what: str) -> Iterator[bool]:
             yield owner != ""
         finally:
             lock.truncate(0)
+
+
+@contextmanager
+def shared(path: Path, what: str) -> Iterator[None]:
+    """Keep out who wants the lock file alone (:func:`locked`), nobody else. Raises :class:`ServeError`."""
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ServeError(f"process {lock.read()} already serves {what}") from None
+        yield
 
 
 @contextmanager

@@ -23,7 +23,16 @@ from stencilpress.children import Child, ServeError, end
 from stencilpress.engine.heartbeat import Pulse
 from stencilpress.engine.settings import engine_sockets
 from stencilpress.engine.threads import usable_cores
-from stencilpress.sockets import engine_listener, http_port, lifeline, listen_http, locked, peer_listener, run_dir
+from stencilpress.sockets import (
+    engine_listener,
+    http_port,
+    lifeline,
+    listen_http,
+    locked,
+    peer_listener,
+    run_dir,
+    shared,
+)
 
 DRAIN_S = 2.5
 GATEWAYS_SLACK_S = 0.9
@@ -77,12 +86,14 @@ def claimed(settings: ServeSettings) -> Iterator[Server]:
     """
     with ExitStack() as stack:
         was_killed, http = False, None
+        folder = run_dir(settings.data_dir)
+        lock, what = folder / "lock", f"the data folder {folder.parents[1]}"
         if settings.engine_socket is None:
-            folder = run_dir(settings.data_dir)
             first = folder / "engine.sock"
-            was_killed = stack.enter_context(locked(folder / "lock", f"the data folder {folder.parents[1]}"))
+            was_killed = stack.enter_context(locked(lock, what))
         else:
             first = settings.engine_socket
+            stack.enter_context(shared(lock, what))
             if settings.engines:
                 stack.enter_context(locked(first.with_suffix(".lock"), f"the socket {first}"))
         if settings.gateways:

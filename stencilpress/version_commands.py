@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -198,14 +199,15 @@ def version_smoke_runs(place: Place, ref: str, tenant_name: str, as_json: bool) 
 
 
 async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: int) -> SmokeRun:
-    """Run the suite through a client of the first engine."""
+    """Run the suite through a client of the first engine, which must have the version's files to read."""
     from stencilpress.engine.client import EngineClient
+    from stencilpress.gateway.catalog.adapters import get_adapter
+    from stencilpress.gateway.catalog.records import find_version_of
     from stencilpress.gateway.lifecycle.gatekeeper import run_for
     from stencilpress.gateway.tokenizer import ModelTokenizer
 
-    socket = place.data.path / "run" / "engine.sock"
-    if not socket.exists():
-        raise click.ClickException("smoke prompts need a running server on this data folder: `stencilpress serve`")
+    socket = _engine_socket(place)
+    _blob(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
     async with EngineClient(socket) as engine:
         try:
             async with asyncio.timeout(ENGINE_LIMIT_S):
@@ -214,6 +216,14 @@ async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: i
             raise click.ClickException("the server's engine does not answer") from None
         tokenizer = ModelTokenizer(_base_of(place, base_id).folder)
         return await run_for(db, engine, tokenizer, owner, name, number, base_id, actor=operator_here())
+
+
+def _engine_socket(place: Place) -> Path:
+    """That of the first engine. Raises :class:`click.ClickException` where no server runs."""
+    socket = Path(os.environ.get("STENCILPRESS_ENGINE_SOCKET") or place.data.path / "run" / "engine.sock")
+    if not socket.exists():
+        raise click.ClickException("smoke prompts need a running server on this data folder: `stencilpress serve`")
+    return socket
 
 
 def _base_of(place: Place, base_id: str) -> Base:

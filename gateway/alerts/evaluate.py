@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, State, Subject, advance
-from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Place, Rules
-from stencilpress.gateway.names import ANY_BASE
-from stencilpress.gateway.usage.histogram import Counts, add, quantiles
+from stencilpress.gateway.alerts.rules import DEFINITIONS, Kind, Rules
 
 MAX_OPEN = 50
 """Incidents of one kind and tenant that are open at once; of more the worst are kept: nobody reads ten thousand."""
@@ -20,38 +18,18 @@ SAME = 0.05
 """A value that has changed by no more than this share is left as it was seen before."""
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Requests of one adapter, or of a whole tenant, in the window."""
-
-    requests: int = 0
-    failures: int = 0
-    cold_starts: int = 0
-    ttft: Counts = field(default_factory=dict)
-    cold_start: Counts = field(default_factory=dict)
-
-    def merge(self, other: Traffic) -> None:
-        self.requests += other.requests
-        self.failures += other.failures
-        self.cold_starts += other.cold_starts
-        add(self.ttft, other.ttft)
-        add(self.cold_start, other.cold_start)
-
-
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What one evaluation looks at. ``traffic`` is by tenant and adapter, ``base`` for the base alone."""
+    """What one evaluation looks at. Of traffic ``values`` need only have what breaks a rule or is open."""
 
-    traffic: Mapping[tuple[int, str], Traffic] = field(default_factory=dict)
-    facts: Mapping[Subject, Measured] = field(default_factory=dict)
-    """All that is not traffic, as it is: engines, disks, quotas, damaged versions, canaries."""
+    values: Mapping[Subject, Measured] = field(default_factory=dict)
     unknown: frozenset[Kind] = frozenset()
     """Kinds that could not be read this time: their incidents stay as they are."""
 
 
 def evaluate(open_: Mapping[Subject, Incident], readings: Readings, rules: Rules, now: datetime) -> Moves:
     """What has come, fired, and gone. Every open incident and every reading is looked at once."""
-    seen = _kept(measured(readings, rules), open_)
+    seen = _kept(readings.values, open_)
     changed: dict[Subject, Incident] = {}
     dropped: set[Subject] = set()
     fired, resolved = [], []
@@ -72,51 +50,6 @@ def evaluate(open_: Mapping[Subject, Incident], readings: Readings, rules: Rules
         elif after.state is State.RESOLVED and was_firing:
             resolved.append(after)
     return Moves(changed, frozenset(dropped), tuple(fired), tuple(resolved))
-
-
-def measured(readings: Readings, rules: Rules) -> dict[Subject, Measured]:
-    """Values of all subjects that are there to be judged."""
-    found = dict(readings.facts)
-    tenants: defaultdict[int, Traffic] = defaultdict(Traffic)
-    adapters: defaultdict[int, Traffic] = defaultdict(Traffic)
-    for (tenant_id, adapter), traffic in readings.traffic.items():
-        tenants[tenant_id].merge(traffic)
-        values = _values(traffic)
-        if adapter == ANY_BASE:  # it is always loaded
-            del values[Kind.HIT_RATE_LOW], values[Kind.COLD_START_SLOW]
-        else:
-            adapters[tenant_id].merge(traffic)
-        found.update(_enough(tenant_id, adapter, values, rules))
-    for tenant_id, traffic in tenants.items():
-        values = {**_values(adapters[tenant_id]), Kind.ERRORS_HIGH: _values(traffic)[Kind.ERRORS_HIGH]}
-        del values[Kind.FIRST_TOKEN_SLOW]  # an objective is an adapter's
-        found.update(_enough(tenant_id, "", values, rules))
-    return found
-
-
-Values = dict[Kind, tuple[int, float | None]]
-"""By kind the number of requests that it is judged by, and the value."""
-
-
-def _values(traffic: Traffic) -> Values:
-    cold = _share(traffic.cold_starts, traffic.requests)
-    return {
-        Kind.ERRORS_HIGH: (traffic.requests, _share(traffic.failures, traffic.requests)),
-        Kind.FIRST_TOKEN_SLOW: (sum(traffic.ttft.values()), quantiles(traffic.ttft, [0.99])[0]),
-        Kind.HIT_RATE_LOW: (traffic.requests, None if cold is None else 1 - cold),
-        Kind.COLD_START_SLOW: (sum(traffic.cold_start.values()), quantiles(traffic.cold_start, [0.99])[0]),
-    }
-
-
-def _enough(tenant_id: int, adapter: str, values: Values, rules: Rules) -> Iterator[tuple[Subject, Measured]]:
-    """Those that enough requests stand behind."""
-    for kind, (requests, value) in values.items():
-        if value is not None and requests >= rules.of(kind, Place(tenant_id, adapter)).min_requests:
-            yield Subject(kind, tenant_id, adapter), Measured(value, f"{requests} requests in ten minutes")
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _kept(seen: Mapping[Subject, Measured], open_: Mapping[Subject, Incident]) -> dict[Subject, Measured]:

@@ -17,6 +17,7 @@ from stencilpress.gateway.alerts.words import TITLES, alert_name
 MEDIA_TYPE = "application/yaml"
 
 _W = f"[{WINDOW_S // 60}m]"
+_PAST = "[1d] offset 1h"
 _INFERENCE = '{route=~"/v1/.+"}'
 
 
@@ -44,9 +45,21 @@ def _slow(histogram: str, rule: Rule) -> str:
     return f"{quantile} > {rule.threshold / 1000:g} and {_enough(rule, f'{histogram}_count')}"
 
 
+def _loads(span: str) -> tuple[str, str]:
+    """Requests in a range that found their adapter loaded, and all."""
+    hits, misses = (f"sum(increase(stencilpress_engine_adapter_{name}_total{span}))" for name in ("hits", "misses"))
+    return hits, f"({hits} + {misses})"
+
+
 def _hit_rate(rule: Rule) -> str:
-    hits, misses = (f"sum(increase(stencilpress_engine_adapter_{name}_total{_W}))" for name in ("hits", "misses"))
-    return f"{hits} / ({hits} + {misses}) < {rule.threshold:g} and {hits} + {misses} >= {rule.min_requests}"
+    hits, all_ = _loads(_W)
+    return f"{hits} / {all_} < {rule.threshold:g} and {all_} >= {rule.min_requests}"
+
+
+def _hit_rate_fall(rule: Rule) -> str:
+    (hits, all_), (past_hits, past) = _loads(_W), _loads(_PAST)
+    fall = f"{past_hits} / {past} - {hits} / {all_}"
+    return f"{fall} > {rule.threshold:g} and {all_} >= {rule.min_requests} and {past} >= {all_}"
 
 
 def _disk_share(rule: Rule) -> str:
@@ -54,6 +67,7 @@ def _disk_share(rule: Rule) -> str:
 
 
 QUERIES = (
+    _Query(Kind.HIT_RATE_FALLING, _hit_rate_fall, "by {{ $value | humanizePercentage }}"),
     _Query(Kind.HIT_RATE_LOW, _hit_rate, "{{ $value | humanizePercentage }}"),
     _Query(Kind.COLD_START_SLOW, partial(_slow, "stencilpress_cold_start_seconds"), "{{ $value | humanizeDuration }}"),
     _Query(

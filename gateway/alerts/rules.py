@@ -17,6 +17,7 @@ MAX_FOR_S = 86_400
 class Kind(StrEnum):
     """What goes wrong."""
 
+    HIT_RATE_FALLING = "hit_rate_falling"
     HIT_RATE_LOW = "hit_rate_low"
     COLD_START_SLOW = "cold_start_slow"
     FIRST_TOKEN_SLOW = "first_token_slow"  # noqa: S105 - of an answer
@@ -130,6 +131,14 @@ _WARNING, _CRITICAL = Severity.WARNING, Severity.CRITICAL
 DEFINITIONS: Mapping[Kind, Definition] = {
     one.kind: one
     for one in (
+        Definition(
+            Kind.HIT_RATE_FALLING,
+            Scope.ADAPTER,
+            Unit.SHARE,
+            False,
+            "How much smaller than in the day before the share of requests that found their adapter loaded",
+            _traffic(0.2, _WARNING),
+        ),
         Definition(
             Kind.HIT_RATE_LOW,
             Scope.ADAPTER,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -18,12 +18,13 @@ from time import monotonic
 from typing import Any
 
 from stencilpress.gateway.alerts.courier import Courier, send
-from stencilpress.gateway.alerts.evaluate import Readings, Traffic, evaluate
+from stencilpress.gateway.alerts.evaluate import Readings, evaluate
 from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, Subject
-from stencilpress.gateway.alerts.rules import Kind
+from stencilpress.gateway.alerts.rules import Kind, Rules
+from stencilpress.gateway.alerts.traffic import Past, Traffic, TrafficJudge
 from stencilpress.gateway.catalog import alert_outbox, alerts
 from stencilpress.gateway.catalog.alert_outbox import OPERATOR, Delivery, Webhook
-from stencilpress.gateway.catalog.alert_readings import read_damaged, read_quotas, read_traffic
+from stencilpress.gateway.catalog.alert_readings import read_damaged, read_past, read_quotas, read_traffic
 from stencilpress.gateway.catalog.canaries import read_rolled_back
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
@@ -37,6 +38,8 @@ DELIVER_S = 5.0
 PURGE_S = 3600.0
 QUOTAS_S = 60.0
 """How long what is known of quotas is good enough: months are long."""
+PAST_S = 300.0
+"""Likewise of the day before this hour."""
 MAX_RECEIVERS = 32
 """Receivers that are sent to at once."""
 ROUND_S = 10.0
@@ -60,14 +63,15 @@ class Watch:
         self._operator = operator
         self._on_main = on_main
         self._quotas: tuple[float, dict[Subject, Measured]] = (float("-inf"), {})
+        self._past: tuple[float, Past] = (float("-inf"), {})
         self._failures: tuple[int, dict[str, str]] = (0, {})
 
     async def look(self, now: datetime | None = None) -> Moves:
         """Evaluate all rules once and write what came of it. Raises :class:`UnavailableError`."""
         now = now or datetime.now(UTC)
         rules = await alerts.read_rules(self._db)
-        readings = await self._read(now, rules.least_requests())
-        moves = evaluate(await alerts.open_incidents(self._db), readings, rules, now)
+        open_ = await alerts.open_incidents(self._db)
+        moves = evaluate(open_, await self._read(now, rules, open_), rules, now)
         await alert_outbox.record(self._db, moves, operator=self._operator)
         for incident in (*moves.fired, *moves.resolved):
             _log(incident)
@@ -79,13 +83,23 @@ class Watch:
         await alerts.purge_incidents(self._db, now - alerts.HISTORY)
         await alert_outbox.purge_deliveries(self._db, now - alert_outbox.KEPT)
 
-    async def _read(self, now: datetime, least_requests: int) -> Readings:
-        traffic: dict[tuple[int, str], Traffic] = await read_traffic(self._db, now, least_requests)
-        facts = {**await self._known_quotas(now), **await self._engine_facts()}
+    async def _read(self, now: datetime, rules: Rules, open_: Mapping[Subject, Incident]) -> Readings:
+        judge = TrafficJudge(rules, open_, await self._known_past(now))
+        traffic: dict[tuple[int, str], Traffic] = await read_traffic(self._db, now, rules.least_requests())
+        for (tenant_id, adapter), one in traffic.items():
+            judge.take(tenant_id, adapter, one)
+        facts = {**judge.found(), **await self._known_quotas(now), **await self._engine_facts()}
         facts |= await read_rolled_back(self._db, now)
         disk = await asyncio.to_thread(Disk.of, self._folder)
         unknown = _DISK_KINDS if disk is None else frozenset()
-        return Readings(traffic, {**facts, **_disk_facts(disk)}, unknown)
+        return Readings({**facts, **_disk_facts(disk)}, unknown)
+
+    async def _known_past(self, now: datetime) -> Past:
+        read_at, known = self._past
+        if monotonic() - read_at >= PAST_S:
+            known = await read_past(self._db, now)
+            self._past = (monotonic(), known)
+        return known
 
     async def _known_quotas(self, now: datetime) -> dict[Subject, Measured]:
         read_at, known = self._quotas

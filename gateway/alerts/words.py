@@ -15,6 +15,7 @@ ITEM_NAMES = {
 """What a subject's ``item`` is called in labels."""
 
 TITLES = {
+    Kind.HIT_RATE_FALLING: "Hit rate is falling",
     Kind.HIT_RATE_LOW: "Hit rate is low",
     Kind.COLD_START_SLOW: "Cold starts are slow",
     Kind.FIRST_TOKEN_SLOW: "First tokens are over their objective",

@@ -20,6 +20,7 @@ from stencilpress.gateway.api.schemas import GenerationRequest
 from stencilpress.gateway.api.wire import Endpoint, plain_choice, response_head, usage
 from stencilpress.gateway.detokenizer import StopStrings
 from stencilpress.gateway.errors import (
+    DeadlineExceededError,
     EngineLostError,
     InvalidRequestError,
     OverloadedError,
@@ -46,15 +47,9 @@ class Generation(msgspec.Struct, frozen=True):
     choices_per_prompt: int
     caller: Principal
     route: Route
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(submit.prompt) // 4 for submit in self.submits[:: self.choices_per_prompt])
-
-    @property
-    def most_tokens(self) -> int:
-        """Of the prompts and of the longest answers that they allow."""
-        return self.prompt_tokens + sum(submit.max_tokens for submit in self.submits)
+    prompt_tokens: int
+    most_tokens: int
+    """Of the prompts and of the longest answers that they allow."""
 
 
 async def find_route(services: Services, caller: Principal, request: GenerationRequest) -> Route:
@@ -107,7 +102,9 @@ async def plan_generation(
         StopStrings(stops) if stops else None,
         template.sampling.logprobs >= 0,
     )
-    return Generation(route.echo, submits, rules, request.n or 1, caller, route)
+    prompt_tokens = sum(map(len, prompts))
+    most_tokens = prompt_tokens + sum([submit.max_tokens for submit in submits])
+    return Generation(route.echo, submits, rules, request.n or 1, caller, route, prompt_tokens, most_tokens)
 
 
 def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
@@ -189,27 +186,31 @@ class OpenAnswers:
         return usage(finished, sum(answer.answer_tokens for answer in self.each), choices_per_prompt)
 
     async def _follow(self, answer: Answer, consume: Consume) -> None:
-        metrics, meter = self._services.metrics, self.charge.meter
+        meter = self.charge.meter
         last = 0.0
         try:
             async for delta in answer:
                 now = time.perf_counter()
                 if last:
                     meter.gap(now - last, delta.token_count)
-                elif self._first:
-                    self._first = False
-                    metrics.time_to_first_token.observe(now - meter.arrived_at)
-                    meter.first(now)
-                    self._active.begin()
-                    CURRENT.get().first_token(now)
                 last = now
                 pending = consume(answer.index, delta)
                 if pending is not None:
                     await pending
+                if self._first:  # noted when it is out: nobody waits for that
+                    self._first = False
+                    self._note_first(now)
         except EngineLostError:
             if self._services.drain.draining:
                 raise UnavailableError("The server is shutting down; try again shortly.") from None
             raise
+
+    def _note_first(self, now: float) -> None:
+        meter = self.charge.meter
+        self._services.metrics.time_to_first_token.observe(now - meter.arrived_at)
+        meter.first(now)
+        self._active.begin()
+        CURRENT.get().first_token(now)
 
 
 @asynccontextmanager
@@ -218,9 +219,10 @@ async def answers(
 ) -> AsyncIterator[OpenAnswers]:
     """Reserve the quota and submit everything; at the end, however it comes, abort what still runs and settle.
 
-    Raises :class:`RateLimitError` for a request that is over a limit.
+    Raises :class:`RateLimitError` for a request that is over a limit, :class:`DeadlineExceededError` where fetching its
+    adapter took longer than it may wait.
     """
-    metrics = services.metrics
+    metrics, came_s = services.metrics, time.monotonic()
     with (
         services.drain.answering(),
         metrics.answers_open.track_inprogress(),
@@ -239,7 +241,7 @@ async def answers(
             first = generation.submits[0]
             async with services.using(first.adapter, first.tenant):
                 for index, submit in enumerate(generation.submits):
-                    opened.each.append(await _submit(services, submit, index, generation.rules))
+                    opened.each.append(await _submit(services, submit, index, generation.rules, came_s))
                 yield opened
         except BaseException as error:
             charge.note(error)
@@ -275,27 +277,47 @@ def _count(services: Services, generation: Generation, each: Sequence[Answer], m
     observed.prompt_tokens, observed.completion_tokens = prompt_tokens, answer_tokens
 
 
-async def _submit(services: Services, submit: Submit, index: int, rules: TextRules) -> Answer:
+async def _submit(services: Services, submit: Submit, index: int, rules: TextRules, came_s: float) -> Answer:
     try:
-        stream = await services.engine.submit(submit)
+        stream = await services.engine.submit(_in_time(submit, came_s))
     except EngineBusyError:
         raise OverloadedError("The server is overloaded; try again shortly.") from None
     except EngineUnavailableError:
         raise _no_engine() from None
     except ValueError:
         raise InvalidRequestError("The prompt is too long for this server.", code="capacity_exceeded") from None
-    return Answer(stream, index, rules, partial(_resubmit, services, submit))
+    return Answer(stream, index, rules, partial(_resubmit, services, submit, came_s))
 
 
-async def _resubmit(services: Services, submit: Submit) -> Stream | None:
-    """Submit a request again whose engine is gone before it had any token; None where nobody can take it."""
+async def _resubmit(services: Services, submit: Submit, came_s: float) -> Stream | None:
+    """Submit a request again whose engine is gone before it had any token; None where nobody can take it. How long it
+    may wait still counts from when it came. Raises :class:`DeadlineExceededError`."""
     limit_s = services.settings.resubmit_limit_s
     if not limit_s or services.drain.draining:
         return None
+    rest = _in_time(submit, came_s)
+    rest_s = rest.max_wait_ms / 1000 or limit_s
     try:
-        return await services.engine.resubmit(submit, limit_s)
+        stream = await services.engine.resubmit(rest, min(limit_s, rest_s))
     except EngineBusyError:
         return None
+    if stream is None and rest_s < limit_s and not services.drain.draining:
+        raise _too_late()
+    return stream
+
+
+def _in_time(submit: Submit, came_s: float) -> Submit:
+    """With what is left of the time that it may wait. Raises :class:`DeadlineExceededError` if nothing is."""
+    if not submit.max_wait_ms:
+        return submit
+    rest_ms = submit.max_wait_ms - round((time.monotonic() - came_s) * 1000)
+    if rest_ms <= 0:
+        raise _too_late()
+    return msgspec.structs.replace(submit, max_wait_ms=rest_ms)
+
+
+def _too_late() -> DeadlineExceededError:
+    return DeadlineExceededError("The request waited too long for its turn.")
 
 
 def engine_welcome(services: Services) -> Welcome:
@@ -351,6 +373,7 @@ async def _stream(
         return None if write_now(data) else events.send(data)
 
     try:
+        await events.prepare()
         await opened.follow(send)
         usage = await opened.usage(choices_per_prompt) if encoder.include_usage else None
         return await events.finish(encoder.end(usage))
@@ -358,6 +381,7 @@ async def _stream(
         raise
     except Exception as error:
         if not events.started:
+            events.take_back()
             raise
         opened.charge.note(error)
         return await events.fail(to_api_error(error, request))

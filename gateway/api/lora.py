@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from stencilpress.gateway.access import Actor, Permission, check_permission
-from stencilpress.gateway.api.admin.dispatch import actor_of
+from stencilpress.gateway.api.admin.dispatch import actor_of, check_adapter
 from stencilpress.gateway.api.body import read_body
 from stencilpress.gateway.api.schemas import parse_fields
 from stencilpress.gateway.blobs import StorageFullError
@@ -59,6 +59,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     """Add the folder as the next version of the adapter, which ``prod`` then points at."""
     caller, desk, root = await _allowed(request)
     asked = parse_fields(await read_body(request, request.app[SERVICES].settings), LoadRequest, {})
+    check_adapter(actor_of(request, caller), asked.lora_name)
     folder = await asyncio.to_thread(_inside, root, asked.lora_path)
     async with _way_made(desk, caller, asked, actor_of(request, caller)) as actor:
         added = await _add(desk, caller, asked.lora_name, folder, actor)
@@ -74,6 +75,7 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     caller, _, _ = await _allowed(request)
     services = request.app[SERVICES]
     asked = parse_fields(await read_body(request, services.settings), UnloadRequest, {})
+    check_adapter(actor_of(request, caller), asked.lora_name)
     await get_adapter(services.db, caller.tenant_id, asked.lora_name)
     await delete_adapter(services.db, caller.tenant_id, asked.lora_name, actor=actor_of(request, caller))
     await _forget(request)

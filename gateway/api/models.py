@@ -7,11 +7,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from stencilpress.gateway.catalog.adapters import list_adapters, list_shared
-from stencilpress.gateway.catalog.records import Adapter
+from stencilpress.gateway.catalog.adapter_lists import Served, list_served
 from stencilpress.gateway.keys import Principal, check_model
 from stencilpress.gateway.middleware import authenticate
-from stencilpress.gateway.names import DEFAULT_ALIAS
 from stencilpress.gateway.services import SERVICES, Services
 
 SHARED = "shared"
@@ -23,11 +21,9 @@ async def list_models(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     caller = await authenticate(request)
     bases = [_base_card(services, name) for name in services.base_names if caller.scopes.allows_model("")]
-    adapters = await list_adapters(services.db, caller.tenant_id)
-    shared = await list_shared(services.db, caller.tenant_id)
-    owned = [*((adapter, caller.tenant) for adapter in adapters), *((adapter, SHARED) for adapter in shared)]
-    served = [_adapter_card(services, one, owner) for one, owner in owned if _is_listed(services, caller, one)]
-    return _json({"object": "list", "data": [*bases, *served]})
+    served = await list_served(services.db, caller.tenant_id, services.router.base.id)
+    cards = [_adapter_card(services, caller, one) for one in served if caller.scopes.allows_model(one.name)]
+    return _json({"object": "list", "data": [*bases, *cards]})
 
 
 async def retrieve_model(request: web.Request) -> web.Response:
@@ -43,23 +39,14 @@ async def retrieve_model(request: web.Request) -> web.Response:
     return _json(card)
 
 
-def _is_listed(services: Services, caller: Principal, adapter: Adapter) -> bool:
-    """Whether its bare name would be answered."""
-    if not caller.scopes.allows_model(adapter.name):
-        return False
-    number = adapter.aliases.get(DEFAULT_ALIAS)
-    base = services.router.base.id
-    return any(version.number == number and version.base_id == base for version in adapter.versions)
-
-
 def _base_card(services: Services, name: str) -> dict[str, Any]:
     return _card(name, services.started_at, "stencilpress", root=services.router.base.id, parent=None)
 
 
-def _adapter_card(services: Services, adapter: Adapter, tenant: str) -> dict[str, Any]:
-    root = f"{adapter.name}@{adapter.aliases[DEFAULT_ALIAS]}"
-    created = int(adapter.created_at.timestamp())
-    return _card(adapter.name, created, tenant, root=root, parent=services.router.base.id)
+def _adapter_card(services: Services, caller: Principal, one: Served) -> dict[str, Any]:
+    owner = SHARED if one.shared else caller.tenant
+    root, created = f"{one.name}@{one.version}", int(one.created_at.timestamp())
+    return _card(one.name, created, owner, root=root, parent=services.router.base.id)
 
 
 def _card(name: str, created: int, owner: str, *, root: str, parent: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ knows is refused too, so a misspelt option never goes unnoticed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -111,7 +111,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     function_call: None = None
 
 
-class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
@@ -119,7 +119,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
 
 
-class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -220,10 +220,23 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 def _parse(body: bytes | msgspec.Raw, kind: type[R], decode: Any, refused: dict[str, tuple[Any, ...]]) -> R:
-    request = parse_fields(body, kind, refused, decode)
+    request = _parse_at_once(body, decode) or parse_fields(body, kind, refused, decode)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("'stream_options' needs 'stream' to be true.", param="stream_options")
     return request
+
+
+def _parse_at_once(body: bytes | msgspec.Raw, decode: Callable[[bytes | msgspec.Raw], R]) -> R | None:
+    """The request, where nothing is wrong with it and no field can be too large: as nearly always.
+
+    None leaves it to :func:`parse_fields`, which looks field by field and knows what to say.
+    """
+    if memoryview(body).nbytes > MAX_FIELD_BYTES:
+        return None
+    try:
+        return decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
 
 
 def parse_fields(
@@ -240,7 +253,8 @@ def parse_fields(
         _check_names(fields, kind, refused)
         _check_sizes(fields)
         _check_refused(fields, refused)
-        request: B = decode(msgspec.json.encode(fields))  # of a name that comes twice only what was checked
+        asked = {name: raw for name, raw in fields.items() if name not in refused}
+        request: B = decode(msgspec.json.encode(asked))  # of a name that comes twice only what was checked
     except UnicodeDecodeError:
         raise InvalidRequestError("The body is not valid UTF-8.", code="invalid_json") from None
     except msgspec.ValidationError as error:

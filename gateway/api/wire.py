@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ class Endpoint:
 
 def response_head(endpoint: Endpoint, model: str) -> dict[str, Any]:
     """The members that are the same in every chunk of a response."""
-    return {"id": endpoint.id_prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
+    return {"id": endpoint.id_prefix + os.urandom(16).hex(), "created": int(time.time()), "model": model}
 
 
+@functools.lru_cache(1)
 def chat_endpoint(table: TokenTable) -> Endpoint:
     return Endpoint(
         "chatcmpl-",
@@ -49,6 +51,7 @@ def chat_endpoint(table: TokenTable) -> Endpoint:
     )
 
 
+@functools.lru_cache(1)
 def completion_endpoint(table: TokenTable) -> Endpoint:
     return Endpoint(
         "cmpl-",

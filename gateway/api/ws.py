@@ -246,7 +246,7 @@ class ChatConnection:
         finally:
             del self._responses[response.id]
             if tracing and span:
-                tracing.end(span, observed, failed=outcome == "failed")
+                tracing.end(span, observed)
             observed.log("WS", "response.create", outcome)
 
     async def _answer(self, response: _Response, body: msgspec.Raw, arrived_at: float) -> None:

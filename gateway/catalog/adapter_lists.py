@@ -1,4 +1,6 @@
-"""The adapters of all tenants, for operators: found by the beginning of a name, in one of several orders."""
+"""Long lists of adapters: what a tenant's requests may name, and for operators those of all tenants, found by the
+beginning of a name, in one of several orders.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, cast
 
-from sqlalchemy import ColumnElement, Select, and_, func, select, tuple_
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
-from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, VersionRow
+from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, ShareRow, TenantRow, VersionRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.names import DEFAULT_ALIAS
 
 Sort = Literal["tenant", "name", "newest"]
 Position = tuple[str, str, int]
@@ -42,6 +45,36 @@ class Listed:
     @property
     def position(self) -> Position:
         return (self.tenant, self.name, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An adapter that a tenant's requests may name, its own or one that is ``shared`` with it; ``version`` is its
+    ``prod``."""
+
+    name: str
+    version: int
+    created_at: datetime
+    shared: bool
+
+
+async def list_served(db: Database, tenant_id: int, base_id: str) -> tuple[Served, ...]:
+    """Those that serve a version for this base, by name, its own first. Columns alone: a tenant may have thousands."""
+    shared = select(ShareRow.adapter_id).where(ShareRow.tenant_id == tenant_id)
+    mine = AdapterRow.tenant_id == tenant_id
+    query = (
+        select(AdapterRow.name, AliasRow.version, AdapterRow.created_at, AdapterRow.tenant_id)
+        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+        .join(AliasRow, (AliasRow.adapter_id == AdapterRow.id) & (AliasRow.name == DEFAULT_ALIAS))
+        .join(VersionRow, (VersionRow.adapter_id == AdapterRow.id) & (VersionRow.number == AliasRow.version))
+        .where(or_(mine, AdapterRow.id.in_(shared) & TenantRow.deleted_at.is_(None)), AdapterRow.deleted_at.is_(None))
+        .where(VersionRow.deleted_at.is_(None), VersionRow.base_id == base_id)
+        .order_by(AdapterRow.name)
+    )
+    async with db.read() as session:
+        rows = (await session.execute(query)).all()
+    found = [Served(name, version, created_at, owner != tenant_id) for name, version, created_at, owner in rows]
+    return tuple(sorted(found, key=lambda one: one.shared))
 
 
 async def list_all_adapters(

@@ -252,7 +252,7 @@ async def _find_or_create(session: AsyncSession, tenant: TenantRow, name: str) -
     if count >= tenant.max_adapters:
         text = f"the tenant has {count} adapters and its max_adapters is {tenant.max_adapters}"
         raise _over_limit("max_adapters", text)
-    adapter = AdapterRow(tenant_id=tenant.id, name=name, created_at=datetime.now(UTC))
+    adapter = AdapterRow(tenant_id=tenant.id, name=name, created_at=datetime.now(UTC), purged_version=0)
     session.add(adapter)
     await session.flush()
     return adapter
@@ -287,7 +287,7 @@ async def _append(session: AsyncSession, adapter: AdapterRow, new: NewVersion) -
     last = await session.scalar(select(func.max(VersionRow.number)).where(VersionRow.adapter_id == adapter.id)) or 0
     row = VersionRow(
         adapter_id=adapter.id,
-        number=last + 1,
+        number=max(last, adapter.purged_version) + 1,
         digest=new.digest,
         base_id=new.base_id,
         base_asserted=new.base_asserted,

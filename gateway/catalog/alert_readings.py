@@ -8,22 +8,35 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import ColumnElement, and_, func, or_, select
 
-from stencilpress.gateway.alerts.evaluate import Traffic
 from stencilpress.gateway.alerts.incidents import Measured, Subject
 from stencilpress.gateway.alerts.rules import WINDOW_S, Kind
-from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, UsageRollupRow, UsageTenantRollupRow, VersionRow
+from stencilpress.gateway.alerts.traffic import Loads, Traffic
+from stencilpress.gateway.catalog.models import (
+    AdapterRow,
+    TenantRow,
+    UsageRankRow,
+    UsageRollupRow,
+    UsageTenantRollupRow,
+    VersionRow,
+)
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_sums import instant, parts
+from stencilpress.gateway.catalog.usage_sums import SECONDS, floor, instant, parts
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.gateway.quota.calendar import periods_at
 from stencilpress.gateway.quota.terms import Span
 from stencilpress.gateway.usage.histogram import add, unpack
 
 DAY_S = 86_400
+PAST = timedelta(days=1)
+"""What hit rates are compared with: a whole day, so that nights are not compared with noons alone."""
+ROWS_AT_ONCE = 500
 
 
 async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict[tuple[int, str], Traffic]:
-    """Requests of the window by tenant and adapter; histograms only of those with so many requests."""
+    """Requests of the window by tenant and adapter; histograms only of those with so many requests.
+
+    Some rows at a time: of a hundred thousand at once the garbage collector looks at each, and all threads wait for it.
+    """
     row = UsageRollupRow
     recent = (row.period == "minute", row.starts_at >= now - timedelta(seconds=WINDOW_S))
     sums = select(
@@ -40,16 +53,35 @@ async def read_traffic(db: Database, now: datetime, least_requests: int) -> dict
         busy, and_(row.tenant_id == busy.c.tenant_id, row.adapter == busy.c.adapter)
     )
     found: dict[tuple[int, str], Traffic] = {}
+    some = {"yield_per": ROWS_AT_ONCE}
     async with db.read() as session:
-        for tenant_id, adapter, *counts in await session.execute(sums.group_by(row.tenant_id, row.adapter)):
-            requests, failures, cold_starts = map(int, counts)
-            found[tenant_id, adapter or ANY_BASE] = Traffic(requests, failures, cold_starts)
-        for tenant_id, adapter, ttft, cold_start in await session.execute(histograms.where(*recent)):
-            traffic = found[tenant_id, adapter or ANY_BASE]
-            add(traffic.ttft, unpack(ttft))
-            if cold_start is not None:
-                add(traffic.cold_start, unpack(cold_start))
+        counted = await session.stream(sums.group_by(row.tenant_id, row.adapter), execution_options=some)
+        async for rows in counted.partitions():
+            for tenant_id, adapter, requests, failures, cold_starts in rows:
+                found[tenant_id, adapter or ANY_BASE] = Traffic(int(requests), int(failures), int(cold_starts))
+        packed = await session.stream(histograms.where(*recent), execution_options=some)
+        async for histogram_rows in packed.partitions():
+            for tenant_id, adapter, ttft, cold_start in histogram_rows:
+                traffic = found[tenant_id, adapter or ANY_BASE]
+                add(traffic.ttft, unpack(ttft))
+                if cold_start is not None:
+                    add(traffic.cold_start, unpack(cold_start))
     return found
+
+
+async def read_past(db: Database, now: datetime) -> dict[tuple[int, str], Loads]:
+    """The whole hours of the day before this one, by tenant and adapter; of the base there is nothing to load."""
+    row, end = UsageRankRow, floor(now, SECONDS["hour"])
+    day = (row.period == "hour", row.starts_at >= end - PAST, row.starts_at < end, row.adapter != "")
+    sums = select(row.tenant_id, row.adapter, func.sum(row.requests), func.sum(row.cold_starts)).where(*day)
+    some = {"yield_per": ROWS_AT_ONCE}
+    async with db.read() as session:
+        found = await session.stream(sums.group_by(row.tenant_id, row.adapter), execution_options=some)
+        return {
+            (tenant, adapter): Loads(int(requests), int(cold_starts))
+            async for rows in found.partitions()
+            for tenant, adapter, requests, cold_starts in rows
+        }
 
 
 async def read_quotas(db: Database, now: datetime) -> dict[Subject, Measured]:

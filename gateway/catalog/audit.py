@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, exists, func, select
+from sqlalchemy import ColumnElement, Select, exists, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import Actor, Role
@@ -86,22 +86,49 @@ async def list_audit(
     ``target`` and ``actor`` are whole, ``action`` may be the begin of one: ``alias.``. Without ``operators`` what
     was done to operators and to their keys is left out: for others they do not exist.
     """
-    query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
+    place: list[ColumnElement[bool]] = []
     if tenant_id is not None:
-        query = query.where(AuditRow.tenant_id == tenant_id)
-    if target:
-        query = query.where(AuditRow.target == target)
+        place.append(AuditRow.tenant_id == tenant_id)
     if actor:
-        query = query.where(AuditRow.actor == actor)
-    if action:
-        query = query.where(AuditRow.action.startswith(action, autoescape=True))
+        place.append(AuditRow.actor == actor)
+    wanted = list(place)
+    if target:
+        wanted.append(AuditRow.target == target)
     if not operators:
-        query = query.where(~_is_about_operator(UserRow, "user"), ~_is_about_operator(KeyRow, "key"))
+        wanted += [~_is_about_operator(UserRow, "user"), ~_is_about_operator(KeyRow, "key")]
     if before_id is not None:
-        query = query.where(AuditRow.id < before_id)
+        wanted.append(AuditRow.id < before_id)
     async with db.read() as session:
-        rows = await session.execute(query.order_by(AuditRow.id.desc()).limit(limit))
+        alternatives = [wanted]
+        if actor or action:
+            actions = [one for one in await _actions(session, place) if one.startswith(action)]
+            alternatives = [[AuditRow.action == one, *wanted] for one in actions]
+        if not alternatives:
+            return ()
+        rows = await session.execute(_newest(alternatives, limit))
         return tuple(_to_entry(row, tenant) for row, tenant in rows)
+
+
+async def _actions(session: AsyncSession, place: Sequence[ColumnElement[bool]]) -> list[str]:
+    """What was ever done there: some dozens of words, each found by a step along an index."""
+    first = select(func.min(AuditRow.action).label("action")).where(*place).cte("actions", recursive=True)
+    following = select(func.min(AuditRow.action)).where(*place, AuditRow.action > first.c.action).scalar_subquery()
+    actions = first.union_all(select(following).where(first.c.action.is_not(None)))
+    return [one for one in await session.scalars(select(actions.c.action)) if one is not None]
+
+
+def _newest(alternatives: Sequence[Sequence[ColumnElement[bool]]], limit: int) -> Select[AuditRow, str | None]:
+    """The newest entries to which all conditions of one alternative apply.
+
+    Each has an index in the order of its entries, so a page costs the same however many entries there are.
+    """
+    each = [
+        select(AuditRow.id).where(*conditions).order_by(AuditRow.id.desc()).limit(limit).subquery()
+        for conditions in alternatives
+    ]
+    ids = union_all(*(select(one.c.id) for one in each)).subquery()
+    query = select(AuditRow, TenantRow.name).outerjoin(TenantRow, AuditRow.tenant_id == TenantRow.id)
+    return query.join(ids, AuditRow.id == ids.c.id).order_by(AuditRow.id.desc()).limit(limit)
 
 
 def _is_about_operator(row: type[UserRow | KeyRow], kind: str) -> ColumnElement[bool]:

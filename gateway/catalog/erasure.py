@@ -1,13 +1,15 @@
 """Erasing a deleted tenant for good: what it owned goes, what it did stays on record without a name.
 
 Its row stays as a tombstone, since an id is an engine's handle and must never be another tenant's; the name is free
-again. Roll-ups and the audit log keep the id: sums are what invoices rest on, and the log is what happened. Neither
-holds a text of a request, and what the log has of people, their e-mail and network addresses, goes.
+again. Roll-ups and the audit log keep the id: sums are what invoices rest on, and the log is what happened. Names in
+them, the tenant's own and those that it gave, become pseudonyms; what the log has of people, their e-mail and network
+addresses, goes.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,12 +25,21 @@ from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.lifecycle import OWNED
 from stencilpress.gateway.catalog.models import (
     AdapterRow,
+    AliasMoveRow,
     AuditRow,
     KeyRow,
     ShareRow,
     TenantRow,
     UsageRequestRow,
     VersionRow,
+)
+from stencilpress.gateway.catalog.pseudonyms import (
+    ROLL_UPS,
+    Pseudonyms,
+    rename_entries,
+    rename_guest,
+    rename_requests,
+    rename_sums,
 )
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import TOMBSTONE, tenant_row
@@ -58,10 +69,12 @@ async def purge_tenant(db: Database, name: str, *, actor: Actor = SYSTEM) -> Era
     Raises :class:`NotFoundError`, :class:`ConflictError` for one that is not deleted.
     """
     async with db.read() as session:
-        tenant_id = (await _deleted(session, name)).id
-    requests = 0
-    while gone := await _forget_requests(db, tenant_id):
+        tenant = await _deleted(session, name)
+    names, requests = Pseudonyms(tenant), 0
+    while gone := await _forget_requests(db, tenant.id):
         requests += gone
+    await _rename_usage(db, name, names)
+    entry: int | None = await _rename_entries(db, name, names)
     async with db.write() as session:
         row = await _deleted(session, name, lock=True)
         counts = {kind: await _count(session, table, row.id) for kind, table in _COUNTED.items()}
@@ -71,11 +84,13 @@ async def purge_tenant(db: Database, name: str, *, actor: Actor = SYSTEM) -> Era
         await _forget_adapters(session, row.id)
         await _forget_alerts(session, row.id)
         await session.execute(delete(KeyRow).where(KeyRow.tenant_id == row.id))
-        row.name, row.prefix_salt, row.target_modules = TOMBSTONE + secrets.token_hex(6), secrets.token_bytes(32), None
+        await rename_guest(session, names)
+        while entry is not None:  # what came meanwhile
+            entry = await rename_entries(session, row.id, names, entry)
+        row.name, row.prefix_salt, row.target_modules = names.tombstone, secrets.token_bytes(32), None
         after = {**counts, "versions": len(digests), "requests": requests}
         audit(session, actor, "tenant.purge", Target("tenant", row.name, row.id), after=after)
-        tombstone = row.name
-    return Erased(name, tombstone, versions=len(digests), requests=requests, digests=frozenset(digests), **counts)
+    return Erased(name, names.tombstone, versions=len(digests), requests=requests, digests=frozenset(digests), **counts)
 
 
 async def purge_deleted_tenants(db: Database, before: datetime) -> list[Erased]:
@@ -113,10 +128,33 @@ async def _forget_requests(db: Database, tenant_id: int) -> int:
     return len(keys)
 
 
+async def _rename_usage(db: Database, name: str, names: Pseudonyms) -> None:
+    async with db.write() as session:
+        await rename_requests(session, (await _deleted(session, name)).id, names)
+    for table in ROLL_UPS:
+        last: tuple[Any, ...] | None = ()
+        while last is not None:
+            async with db.write() as session:
+                last = await rename_sums(session, table, (await _deleted(session, name)).id, names, last)
+
+
+async def _rename_entries(db: Database, name: str, names: Pseudonyms) -> int:
+    """All entries of the log that are there by now; returns the last one."""
+    entry = 0
+    last: int | None = entry
+    while last is not None:
+        entry = last
+        async with db.write() as session:
+            last = await rename_entries(session, (await _deleted(session, name)).id, names, entry)
+    return entry
+
+
 async def _forget_people(session: AsyncSession, tenant_id: int) -> None:
     """Users, and what the audit log says of them beside their opaque ids."""
     entries = update(AuditRow).where(AuditRow.tenant_id == tenant_id)
-    for user in list(await session.scalars(select(UserRow).where(UserRow.tenant_id == tenant_id))):
+    users = list(await session.scalars(select(UserRow).where(UserRow.tenant_id == tenant_id)))
+    await _forget_operators(session, {f"user:{user.email}"[:100]: f"user:{user.public_id}" for user in users})
+    for user in users:
         acted = update(AuditRow).where(AuditRow.actor == f"user:{user.email}"[:100])
         await session.execute(acted.values(actor=f"user:{user.public_id}", source=""))
         refused = update(AuditRow).where(AuditRow.target == f"user:{user.email}")  # before the user was there
@@ -128,6 +166,13 @@ async def _forget_people(session: AsyncSession, tenant_id: int) -> None:
     await session.execute(delete(OneTimeLinkRow).where(OneTimeLinkRow.tenant_id == tenant_id))
     await session.execute(entries.values(source=""))
     await session.execute(entries.where(AuditRow.target.startswith("user:")).values(before=None, after=None))
+
+
+async def _forget_operators(session: AsyncSession, ids: Mapping[str, str]) -> None:
+    """What people did for other tenants, where these have it beside the log."""
+    for column in (AliasMoveRow.actor, IncidentRow.acknowledged_by):
+        for name in list(await session.scalars(select(column).where(column.in_(ids)).distinct())):
+            await session.execute(update(column.class_).where(column == name).values({column: ids[name]}))
 
 
 async def _forget_adapters(session: AsyncSession, tenant_id: int) -> None:

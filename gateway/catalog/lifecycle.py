@@ -85,19 +85,22 @@ async def list_purgeable(db: Database, before: datetime) -> frozenset[str]:
         return frozenset(await session.scalars(query))
 
 
-async def purge(db: Database, before: datetime, digests: frozenset[str]) -> int:
+async def purge(db: Database, before: datetime, digests: frozenset[str], *, actor: Actor = SYSTEM) -> int:
     """Forget for good the deleted versions with these digests, then deleted adapters that have no version left.
 
     Returns how many versions went. What was restored meanwhile stays.
     """
     async with db.write() as session:
-        query = select(VersionRow).join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)
+        query = select(VersionRow, AdapterRow).join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)
         query = query.where((VersionRow.deleted_at < before) | (AdapterRow.deleted_at < before))
         query = query.order_by(VersionRow.adapter_id, VersionRow.number).with_for_update()  # others purge, or restore
-        doomed = [row for row in await session.scalars(query) if row.digest in digests]
-        for row in doomed:
-            await _forget_pointers(session, row)
+        doomed = [(row, owner) for row, owner in await session.execute(query) if row.digest in digests]
+        for row, owner in doomed:
+            await _forget_traces(session, row)
             await session.delete(row)
+            owner.purged_version = max(owner.purged_version, row.number)
+            target = Target("version", f"{owner.name}@{row.number}", owner.tenant_id)
+            audit(session, actor, "version.purge", target, before={"digest": row.digest})
         await session.flush()
         has_versions = select(VersionRow.adapter_id)
         empty = select(AdapterRow).where(AdapterRow.deleted_at < before, AdapterRow.id.not_in(has_versions))
@@ -105,6 +108,7 @@ async def purge(db: Database, before: datetime, digests: frozenset[str]) -> int:
             for table in OWNED:
                 await session.execute(delete(table).where(table.adapter_id == adapter.id))
             await session.delete(adapter)
+            audit(session, actor, "adapter.purge", Target("adapter", adapter.name, adapter.tenant_id))
     return len(doomed)
 
 
@@ -255,13 +259,14 @@ async def _version(session: AsyncSession, adapter: AdapterRow, number: int) -> V
     return row
 
 
-async def _forget_pointers(session: AsyncSession, version: VersionRow) -> None:
-    """Only a deleted adapter has any: a version alone cannot be deleted while something points at it."""
+async def _forget_traces(session: AsyncSession, version: VersionRow) -> None:
+    """Its smoke runs, and what points at it: only of a deleted adapter, a version alone cannot be deleted before."""
     at, number = version.adapter_id, version.number
     aliases = select(AliasRow.name).where(AliasRow.adapter_id == at, AliasRow.version == number)
     canaries = (CanaryRow.version == number) | CanaryRow.alias.in_(aliases)
     await session.execute(delete(CanaryRow).where(CanaryRow.adapter_id == at, canaries))
     await session.execute(delete(AliasRow).where(AliasRow.adapter_id == at, AliasRow.version == number))
+    await session.execute(delete(SmokeRunRow).where(SmokeRunRow.adapter_id == at, SmokeRunRow.version == number))
 
 
 async def _check_free(session: AsyncSession, guest: TenantRow, adapter: AdapterRow) -> None:

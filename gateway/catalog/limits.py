@@ -104,6 +104,11 @@ def checked(limits: TenantLimits) -> TenantLimits:
     return replace(limits, target_modules=_checked_modules(limits.target_modules))
 
 
+def check_flat(values: Mapping[str, Any]) -> None:
+    """Whether a row of tenants has a plan that may be stored. Raises :class:`InvalidRequestError` naming the field."""
+    checked(_of_flat(values))
+
+
 def _of_flat(values: Mapping[str, Any]) -> TenantLimits:
     modules = values["target_modules"]
     plain = {name: values[name] for name in _PLAIN}

@@ -162,6 +162,8 @@ class AdapterRow(Table):
     deleted_at: Mapped[datetime | None]
     kept: Mapped[Keeping | None] = mapped_column(String(8))
     """``pin``, ``preload``, or nothing of the kind."""
+    purged_version: Mapped[int] = mapped_column(server_default=text("0"))
+    """Highest number of a version that was purged: a number means one content for ever."""
 
     versions: Mapped[list[VersionRow]] = relationship(order_by="VersionRow.number", lazy="raise_on_sql")
     aliases: Mapped[list[AliasRow]] = relationship(order_by="AliasRow.name", lazy="raise_on_sql")
@@ -294,10 +296,18 @@ class SmokeRunRow(Table):
 
 
 class AuditRow(Table):
-    """Who changed what. Only ever added to."""
+    """Who changed what. Only ever added to; names of an erased tenant become pseudonyms."""
 
     __tablename__ = "audit_log"
-    __table_args__: Any = (Index(None, "tenant_id", "id"), Index(None, "target", "id"), {"sqlite_autoincrement": True})
+    __table_args__: Any = (
+        Index(None, "tenant_id", "id"),
+        Index(None, "target", "id"),
+        Index(None, "action", "id"),
+        Index(None, "actor", "action", "id"),
+        Index(None, "tenant_id", "action", "id"),
+        Index(None, "tenant_id", "actor", "action", "id"),
+        {"sqlite_autoincrement": True},
+    )
 
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
     at: Mapped[datetime]

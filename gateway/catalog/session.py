@@ -19,10 +19,13 @@ from stencilpress.gateway.errors import InvalidRequestError, UnavailableError
 BUSY_TIMEOUT_MS = 5000
 """How long a statement waits for a lock or a connection before the catalog counts as unavailable."""
 STATEMENT_TIMEOUT_MS = 10_000
+MIGRATING = "The catalog lacks a table or a column: its schema is being migrated, or is not this version's."
 UNSTORABLE = "A value is too large, or holds a character that cannot be stored."
 _UNWRITABLE = frozenset({"22000", "22003", "22008", "22021", "22P05"})
 """Of SQLSTATE: what asyncpg cannot write for the server, numbers and times out of range, and characters that no text of
 PostgreSQL holds, such as NUL."""
+_NO_SUCH_THING = frozenset({"3F000", "42P01", "42703"})
+"""Of SQLSTATE: a schema, a table or a column is not there. For SQLite that is an ordinary operational error."""
 _WRITES = "stencilpress_writes"
 _SQLITE_FILE = "sqlite:///"
 
@@ -130,8 +133,10 @@ async def _outages_named() -> AsyncIterator[None]:
     """Turn what drivers raise when a database is away, locked or slow into one error."""
     try:
         yield
-    except (IntegrityError, ProgrammingError, DataError):
-        raise
+    except (IntegrityError, ProgrammingError, DataError) as error:
+        if _sqlstate(error) not in _NO_SUCH_THING:
+            raise
+        raise UnavailableError(MIGRATING) from error
     except (OverflowError, UnicodeEncodeError) as error:  # SQLite's driver looks before it sends
         raise InvalidRequestError(UNSTORABLE) from error
     except (DBAPIError, PoolTimeout, OSError) as error:
@@ -142,5 +147,9 @@ async def _outages_named() -> AsyncIterator[None]:
 
 def _is_of_a_value(error: DBAPIError) -> bool:
     """Whether the database is well and there is merely no way to write a value that was asked for."""
+    return _sqlstate(error) in _UNWRITABLE
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
     cause = error.orig.__cause__ if error.orig is not None else None
-    return getattr(cause, "sqlstate", None) in _UNWRITABLE
+    return getattr(cause, "sqlstate", None)

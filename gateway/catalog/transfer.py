@@ -19,8 +19,10 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
+from stencilpress.gateway.blobs import is_digest
 from stencilpress.gateway.catalog.alert_models import AlertRuleRow
 from stencilpress.gateway.catalog.audit import Target, audit
+from stencilpress.gateway.catalog.limits import check_flat
 from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
 from stencilpress.gateway.catalog.session import Database
@@ -64,6 +66,8 @@ NOT_EXPORTED = (
 LOOSE_REFERENCES: Mapping[tuple[str, str], int | None] = {("aliases", "move_id"): 0, ("alias_moves", "parent_id"): None}
 """Columns that name a row of ``alias_moves`` without a foreign key, with what stands there for none."""
 BATCH_ROWS = 500
+_NO_DIGEST = "0" * 64
+"""Stands in for that of rows that have none."""
 
 
 _MOVE_ID: Any = AliasMoveRow.__table__.columns["id"]
@@ -244,9 +248,14 @@ def _converted(table: SqlTable, raw: Mapping[str, Any]) -> dict[str, Any]:
     if set(raw) != set(table.columns.keys()):
         raise _bad_file(f"has a row of {table.name} with other columns than {', '.join(table.columns.keys())}")
     try:
-        return {column.name: msgspec.convert(raw[column.name], _type_of(column)) for column in table.columns}
-    except msgspec.ValidationError as error:
+        row = {column.name: msgspec.convert(raw[column.name], _type_of(column)) for column in table.columns}
+        if table is TenantRow.__table__:
+            check_flat(row)
+        elif not is_digest(row.get("digest", _NO_DIGEST)):
+            raise msgspec.ValidationError("digest: is none")
+    except (msgspec.ValidationError, InvalidRequestError) as error:
         raise _bad_file(f"has a row of {table.name} with a wrong value: {error}") from None
+    return row
 
 
 def _type_of(column: Column[Any]) -> Any:

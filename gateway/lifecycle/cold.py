@@ -84,14 +84,17 @@ class ColdTier:
             except self._obstore.exceptions.BaseError as error:
                 raise ColdTierError(f"{type(error).__name__} for {digest[:12]}") from None
 
-    async def digests(self) -> frozenset[str]:
-        """All that are there as a whole. Raises :class:`ColdTierError`."""
+    async def digests(self, *, whole: bool = True) -> frozenset[str]:
+        """All that are there, or with ``whole`` off also those of which only a part is. Raises :class:`ColdTierError`.
+
+        The config is written last and removed first, so it stands for the whole.
+        """
         found = set()
         try:
             async for objects in self._obstore.list(self._store, chunk_size=1000):
                 for one in objects:
                     digest, _, name = one["path"].partition("/")
-                    if name == CONFIG_NAME and is_digest(digest):
+                    if (name == CONFIG_NAME or not whole) and is_digest(digest):
                         found.add(digest)
         except self._obstore.exceptions.BaseError as error:
             raise ColdTierError(type(error).__name__) from None

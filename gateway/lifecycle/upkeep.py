@@ -109,9 +109,12 @@ async def copy_to_cold(db: Database, blobs: BlobStore, cold: ColdTier) -> int:
 
 
 async def collect_cold_garbage(db: Database, cold: ColdTier) -> int:
-    """Remove from the cold tier what no version has. Rows come before copies, so nothing that is new is taken."""
+    """Remove from the cold tier what no version has, also what was copied or removed by half.
+
+    Rows come before copies, so nothing that is new is taken.
+    """
     removed = 0
-    for digest in sorted(await cold.digests()):
+    for digest in sorted(await cold.digests(whole=False)):
         if not await digests_in_use(db, frozenset({digest})):
             await cold.remove(digest)
             removed += 1

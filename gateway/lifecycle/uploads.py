@@ -33,6 +33,7 @@ from stencilpress.gateway.errors import (
     RequestTooLargeError,
     TooManyUploadsError,
 )
+from stencilpress.gateway.intake_records import MatchedProjection
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
 FILES = {"archive": ARCHIVE_NAME, CONFIG_NAME: CONFIG_NAME, WEIGHTS_NAME: WEIGHTS_NAME}
@@ -62,6 +63,10 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     sealed: bool = False
     """It was completed once: nothing more is written to its files, which a version may share."""
     result: str = ""
+    created: bool = False
+    """Whether that version was new then, and the next two: what else its client was told, or was to be."""
+    promoted: bool = False
+    modules: tuple[MatchedProjection, ...] = ()
 
     @property
     def expires(self) -> datetime:
@@ -222,16 +227,19 @@ class Completion:
         for file in self.upload.received_bytes:
             await asyncio.to_thread(os.link, self._folder / FILES[file], staging.folder / FILES[file])
 
-    async def end(self, result: str) -> None:
+    async def end(
+        self, result: str, *, created: bool, promoted: bool, modules: tuple[MatchedProjection, ...] = ()
+    ) -> None:
         """Keep nothing but what became of the upload, for a client that missed the answer."""
-        await asyncio.to_thread(self._end, result)
+        facts = {"result": result, "created": created, "promoted": promoted, "modules": modules}
+        await asyncio.to_thread(self._end, msgspec.structs.replace(self.upload, **facts))
 
     async def give_up(self) -> None:
         """Remove an upload that can never become a version."""
         await asyncio.to_thread(shutil.rmtree, self._folder)
 
-    def _end(self, result: str) -> None:
-        _save(self._folder, msgspec.structs.replace(self.upload, result=result))
+    def _end(self, upload: Upload) -> None:
+        _save(self._folder, upload)
         for name in FILES.values():
             (self._folder / name).unlink(missing_ok=True)
 

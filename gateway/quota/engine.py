@@ -43,19 +43,19 @@ Seeder = Callable[[int, Periods], Awaitable[Seeds]]
 class Reservation:
     """One admitted request's hold on its quota. :meth:`settle` it whatever happens; the first call counts."""
 
-    __slots__ = ("__weakref__", "_ask", "_give_back", "headers", "progress", "reported", "settled", "store")
+    __slots__ = ("__weakref__", "_ask", "_give_back", "_outcome", "progress", "reported", "settled", "store")
 
     def __init__(
         self,
         ask: Ask | None,
         store: QuotaStore | None,
-        headers: Mapping[str, str],
+        outcome: Outcome | None,
         give_back: Callable[[Reservation, int], None],
     ) -> None:
         self._ask = ask
         self._give_back = give_back
         self.store = store
-        self.headers = headers
+        self._outcome = outcome
         self.progress: Callable[[], int] = _nothing
         """Tells the tokens used so far: what counts if this gateway dies."""
         self.reported = 0
@@ -66,6 +66,11 @@ class Reservation:
         if self._ask is None:
             raise ValueError("nothing was reserved")
         return self._ask
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """``x-ratelimit-*`` as of the admission."""
+        return rate_headers(self._ask.quota, self._outcome) if self._ask and self._outcome else {}
 
     def settle(self, used: int) -> None:
         """Charge what was used in place of what was reserved, and free the slot. Does not wait."""
@@ -111,7 +116,7 @@ class Quotas:
         :class:`UnavailableError` if the catalog is needed and does not answer, or by the outage policy.
         """
         if not _is_limited(quota):
-            return Reservation(None, None, {}, self._give_back)
+            return Reservation(None, None, None, self._give_back)
         lease_id = f"{self._holder}-{next(self._numbers)}"
         ask = Ask(tenant_id, lease_id, tokens, quota, self._calendar.periods(quota.time_zone), LEASE_MS)
         store, outcome = await self._reserve(ask)
@@ -119,7 +124,7 @@ class Quotas:
             self._metrics.refused(tenant_id, outcome.refused, watched=quota.shadow)
             if not quota.shadow:
                 raise refusal(ask, outcome, outcome.refused)
-        reservation = Reservation(ask, store, rate_headers(quota, outcome), self._give_back)
+        reservation = Reservation(ask, store, outcome, self._give_back)
         if store is not None:
             self._live.add(reservation)
         return reservation

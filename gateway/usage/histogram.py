@@ -36,6 +36,9 @@ def value_of(bucket: int) -> float:
 
 def add(into: Counts, other: Mapping[int, int]) -> None:
     """Merge ``other`` into ``into``."""
+    if not into:
+        into.update(other)
+        return
     for bucket, count in other.items():
         into[bucket] = into.get(bucket, 0) + count
 

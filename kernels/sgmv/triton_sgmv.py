@@ -55,7 +55,10 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
         tiles = 2 if inputs <= 4096 else 1
         return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles, prefetch_in_expand=True)
     narrow = tile.ranks == 16
-    part = min(4096, inputs) if single and many else max(64, inputs // (4 if few or (single and narrow) else 2))
+    if single and many:
+        part = min(max(4096, 0 if narrow else inputs // 2), inputs)  # of 64 ranks more than two would not fit registers
+    else:
+        part = max(64, inputs // (4 if few or (single and narrow) else 2))
     tiles = 1 if few or not single else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
     warps = 4 if narrow or warp_groups else 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from openapi_spec_validator import validate
 
-from stencilpress.gateway.access import Role
+from stencilpress.gateway.access import Permission, Role
+from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.api.admin.views import LimitChanges, TenantView
 from stencilpress.gateway.catalog.limits import FIELDS, OPTIONAL, RANGES
 from tests.integration.admin_client import DOCUMENT, AdminClient, admin_client
@@ -224,6 +226,33 @@ async def test_a_key_grants_no_more_than_it_has(gateway: Gateway, admin: AdminCl
     await confined("PATCH", f"/tenants/demo/keys/{token.split('_')[1]}", {"models": ["pirate", "x"]}, status=403)
     await confined("POST", "/tenants/demo/keys", {"models": ["pirate"]}, status=201)
     assert (await operator("POST", "/tenants/demo/keys", {"role": "operator"}, status=201))["role"] == "operator"
+
+
+async def test_a_confined_key_manages_no_other_adapter(gateway: Gateway, admin: AdminClient) -> None:
+    """Whoever may only use ``helper`` may neither look into ``pirate``, nor replace nor delete it."""
+    ids = {
+        "tenant": "demo",
+        "adapter": "pirate",
+        "version": "1",
+        "alias": "prod",
+        "guest": "other",
+        "kind": "errors_high",
+    }
+    upload = (await admin("POST", "/tenants/demo/uploads", {"adapter": "pirate"}, status=201))["id"]
+    made = await admin("POST", "/tenants/demo/keys", {"role": "admin", "models": ["helper"]}, status=201)
+    confined = AdminClient(gateway, made["token"])
+    part = f"/files/archive?offset=0&sha256={'0' * 64}"
+    uploads = [f"/tenants/demo/uploads/{upload}{rest}" for rest in ("", "/complete", part)]
+    for one in OPERATIONS:
+        if "{adapter}" in one.path and one.needs is not Permission.OPERATE:
+            path = re.sub(r"{(\w+)}", lambda found: ids[found[1]], one.path)
+            assert (await confined.raw(one.method, path, {} if one.body or one.accepts else None))[0] == 404, one.id
+    digests = {"sha256": {"archive": "0" * 64}}
+    for method, at in (("GET", 0), ("DELETE", 0), ("POST", 1), ("PUT", 2)):
+        assert (await confined.raw(method, uploads[at], digests))[0] == 404, (method, at)
+    assert (await confined.raw("POST", "/tenants/demo/uploads", {"adapter": "pirate"}))[0] == 404
+    await admin("GET", f"/tenants/demo/uploads/{upload}")
+    await confined("POST", "/tenants/demo/uploads", {"adapter": "helper"}, status=201)
 
 
 async def test_an_operators_key_does_not_exist_for_its_tenants_admin(admin: AdminClient, operator: AdminClient) -> None:

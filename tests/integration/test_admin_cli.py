@@ -330,3 +330,17 @@ async def test_a_refused_verb_says_why(gateway: Gateway, tmp_path: Path, argumen
     result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--tenant", "demo", *place])
     assert result.exit_code in (1, 2)
     assert told in result.output
+
+
+async def test_a_version_in_the_cold_tier_alone_does_not_fail_its_smoke_prompts(
+    gateway: Gateway, operator: AdminClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has no way to bring it in, so it says so: no run is kept that says the version is bad."""
+    prompts = {"prompts": [{"messages": [{"role": "user", "content": "abc"}]}]}
+    await operator("PUT", "/tenants/demo/adapters/pirate/smoke-prompts", prompts)
+    monkeypatch.setenv("STENCILPRESS_ENGINE_SOCKET", gateway.services.settings.engine_socket)  # as in containers
+    place = ("--data", str(tmp_path / "data"), "--database-url", gateway.services.settings.database_url)
+    command = ["version", "smoke", "pirate@1", "--tenant", "demo", *place]
+    result = await asyncio.to_thread(CliRunner().invoke, main, command)
+    assert (result.exit_code, "is not in this data folder" in result.output) == (1, True), result.output
+    assert (await operator("GET", "/tenants/demo/adapters/pirate/versions/1/smoke"))["data"] == []

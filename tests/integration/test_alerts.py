@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import hmac
 import socket
@@ -304,8 +305,54 @@ async def test_an_evaluation_asks_the_same_few_questions_however_many_adapters_t
         with counted() as statements:
             await watch.look(NOW)
         asked.append(len([one for one in statements if one.startswith("SELECT")]))
-    assert asked[0] - 1 <= asked[1] <= asked[0]  # quotas are known for a minute
+    assert asked[1] <= asked[0]  # quotas and the day before are known for some minutes
     assert asked[0] < 10
+
+
+async def test_a_hit_rate_that_falls_is_told_apart_from_one_that_was_always_low(
+    db: Database, tenant: Tenant, watch: Watch
+) -> None:
+    def requests(adapter: str, at: datetime, count: int, cold: int) -> list[UsageRow]:
+        return [
+            request(tenant, n, adapter=adapter, at=at + timedelta(milliseconds=n), cold_start_ms=5.0 * (n < cold))
+            for n in range(count)
+        ]
+
+    await alerts.set_rule(db, Kind.HIT_RATE_FALLING, Place(), EAGER)
+    await alerts.set_rule(db, Kind.HIT_RATE_LOW, Place(), RuleChange(enabled=False))
+    hours_ago, now = NOW - timedelta(hours=5), NOW - timedelta(minutes=2)
+    await served(db, [*requests("pirate", hours_ago, 60, 3), *requests("poet", hours_ago, 60, 15)])
+    await served(db, requests("pirate", NOW - timedelta(hours=26), 60, 60))  # not in the day before
+    await served(db, [*requests("pirate", now, 60, 18), *requests("poet", now, 60, 18)])
+    await watch.look(NOW)
+    found = {one.incident.subject.adapter: one.incident for one in await alerts.list_alerts(db)}
+    assert set(found) == {"pirate"}
+    assert found["pirate"].value == pytest.approx(18 / 60 - 3 / 60)
+    assert found["pirate"].note == "60 requests in ten minutes, 70% after 95% in the day before"
+
+
+async def test_a_look_leaves_the_garbage_collector_little(db: Database, tenant: Tenant, watch: Watch) -> None:
+    """A collection looks at everything alive while no thread runs, also none that serves streams: a look that held all
+    of its rows at once would stop them for as long as it takes to look at each."""
+    rows = [request(tenant, n, adapter=f"a{n % 500}", at=NOW - timedelta(minutes=1 + n // 500)) for n in range(4000)]
+    await served(db, rows)
+    await alerts.set_rule(db, Kind.ERRORS_HIGH, Place(), RuleChange(min_requests=1))
+    await watch.look(NOW)  # what it remembers from the first time on
+    alive: list[int] = []
+
+    def note(phase: str, found: dict[str, int]) -> None:
+        if phase == "start" and found["generation"] == 0:
+            alive.append(len(gc.get_objects()))
+
+    del rows
+    gc.collect()
+    before = len(gc.get_objects())
+    gc.callbacks.append(note)
+    try:
+        await watch.look(NOW)
+    finally:
+        gc.callbacks.remove(note)
+    assert max(alive) - before < 5000  # rows, had they all been there, would be more alone
 
 
 async def test_budgets_are_those_of_the_tenants_own_day(db: Database, watch: Watch) -> None:

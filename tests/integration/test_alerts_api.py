@@ -223,5 +223,5 @@ async def test_the_command_does_the_same(
     assert await cli("prometheus-rules") == rules_file(Rules({}))
     await cli("prometheus-rules", str(tmp_path / "rules.yml"))
     assert (tmp_path / "rules.yml").read_text() == rules_file(Rules({}))
-    assert "is not one of hit_rate_low" in await cli("set-rule", "nonsense", code=2)
+    assert "is not one of hit_rate_falling" in await cli("set-rule", "nonsense", code=2)
     assert "--adapter needs --tenant" in await cli("set-rule", "errors_high", "--adapter", "pirate", code=2)

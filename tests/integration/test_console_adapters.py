@@ -12,6 +12,7 @@ from urllib.parse import quote
 import pytest
 from markupsafe import escape
 
+from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.catalog.adapters import add_version, get_adapter
@@ -424,6 +425,19 @@ async def test_tiers_are_told_of_ones_own_alone(gateway: Gateway, admin: Browser
     theirs = await (await signed_in(gateway, Role.ADMIN, "other")).get(f"/console/t/other/tiers?digests={digests}")
     assert json.loads(theirs.text) == {}
     assert all(one["tier"] in {"disk", "fetching", "host", "loading", "hbm"} for one in mine.values())
+
+
+async def test_a_version_that_engines_cannot_load_is_marked(gateway: Gateway, admin: Browser) -> None:
+    """On its page, in lists, and by what keeps these up to date."""
+    pages = [f"{PIRATE}/versions/2", PIRATE]
+    broken = AdapterSeen(B, 1, "disk", 0, 0, False, 0, 0, 0, 1, 0, 1, 0.1, 0, 0.0, "the file <b>is cut</b> short")
+    gateway.engine.adapters = [broken]
+    first = (await admin.get(pages[0])).text
+    assert "The last try to load this version failed: the file &lt;b&gt;is cut&lt;/b&gt; short." in first
+    for page in pages:
+        assert "Cannot be loaded" in (await admin.get(page)).words
+    told = json.loads((await admin.get(f"{HOME}/tiers?digests={B}")).text)
+    assert told == {B: {"tier": "disk", "pinned": False, "error": "the file <b>is cut</b> short"}}
 
 
 # --- uploads -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 import yaml
 from openai import OpenAI
 
@@ -25,6 +27,7 @@ from stencilpress.cli import main
 from stencilpress.engine.settings import EngineSettings
 from stencilpress.gateway.settings import GatewaySettings
 from tests.integration.conftest import Cli
+from tests.integration.test_metrics_stack import names_read, series_of
 from tests.integration.test_supervisor import eventually
 from tests.tiny import BASE_ID
 from tests.valkey import running_valkey
@@ -43,28 +46,45 @@ def composed() -> dict[str, Any]:
 
 def ours(composed: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Services that run our image."""
-    return {name: service for name, service in composed["services"].items() if "build" in service}
+    return {name: one for name, one in composed["services"].items() if "STENCILPRESS_IMAGE" in one["image"]}
+
+
+COMPOSE_AT_LEAST = (2, 24)
+"""The first to know env files that need not be there."""
 
 
 def compose_client() -> list[str] | None:
-    """A client that can read a compose file; none needs a daemon for that."""
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    docker = shutil.which("docker")
-    if docker and subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode == 0:
-        return [docker, "compose"]
+    """A client that can read our compose file; none needs a daemon for that."""
+    for client in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(client[0]):
+            asked = subprocess.run([*client, "version", "--short"], capture_output=True, text=True, check=False)
+            version = re.match(r"v?(\d+)\.(\d+)", asked.stdout)
+            if version and (int(version[1]), int(version[2])) >= COMPOSE_AT_LEAST:
+                return client
     return None
 
 
-@pytest.mark.skipif(compose_client() is None, reason="no compose client on this machine")
+@pytest.mark.skipif(compose_client() is None, reason="no client of Compose 2.24 or newer on this machine")
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_compose_client_accepts_the_file(profile: str) -> None:
     client = compose_client()
     assert client is not None
-    command = [*client, "-f", str(COMPOSE), "--profile", profile, "--profile", "metrics", "config"]
+    command = [
+        *client,
+        "-f",
+        str(COMPOSE),
+        "--env-file",
+        os.devnull,
+        "--profile",
+        profile,
+        "--profile",
+        "metrics",
+        "config",
+    ]
     environment = {**os.environ, "POSTGRES_PASSWORD": "secret"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
+    assert "level=warning" not in done.stderr
     services = yaml.safe_load(done.stdout)["services"]
     assert {f"engine{'-cpu' * (profile == 'cpu')}", "prometheus", "grafana"} <= set(services)
     assert services["gateway"]["environment"]["STENCILPRESS_DATABASE_URL"].startswith("postgresql://")
@@ -75,6 +95,7 @@ def test_a_compose_client_accepts_the_file(profile: str) -> None:
 
 
 def test_every_service_runs_a_command_that_exists(composed: dict[str, Any]) -> None:
+    assert [name for name, service in ours(composed).items() if "build" in service] == ["gateway"]
     for name, service in ours(composed).items():
         assert service["command"][0] in main.commands, name
 
@@ -122,6 +143,31 @@ def test_the_image_has_what_the_services_use(composed: dict[str, Any]) -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for extra in extras[1].split(","):
         assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+def test_only_what_the_image_is_built_from_reaches_a_builder() -> None:
+    """A folder of a developer or an operator holds passwords and gigabytes; the list names what may travel."""
+    first, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert first == "*"
+    travels = {ROOT / line[1:] for line in rest if line.startswith("!")}
+    links = {path.resolve() for path in (ROOT / "stencilpress").iterdir() if path.is_symlink()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = {
+        ROOT / name for name in (project["readme"], *project["license-files"], "pyproject.toml", "constraints.txt")
+    }
+    assert travels == {ROOT / "stencilpress", *links, *files}
+    assert ".env" in (ROOT / ".gitignore").read_text().split()
+
+
+def test_a_gpu_that_is_not_there_is_told_once(cli: Cli, base_folder: Path, tmp_path: Path, capfd: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    cli("pull", base_folder, "--base-id", BASE_ID)
+    refused = cli("engine", "--socket", tmp_path / "engine.sock", "--model", BASE_ID, "--device", "cuda", code=1)
+    assert "refused its settings" in refused.stderr
+    told = capfd.readouterr().err
+    assert "STENCILPRESS_DEVICE is cuda, and no GPU can be used: " in told
+    assert "Traceback" not in told
 
 
 @contextmanager
@@ -179,6 +225,10 @@ def test_an_engine_and_a_gateway_meet_at_a_socket_and_either_may_go(
                 return api.completions.create(model="base", prompt="ab", max_tokens=5, temperature=0).choices[0].text
 
             text = answer()
+            alone = cli("serve", "--port", "0", "--model", BASE_ID, code=1)
+            assert f"a gateway or an engine of its own uses the data folder {data}" in alone.stderr
+            with urllib.request.urlopen(f"{url}/metrics") as metrics:
+                assert names_read() <= set(series_of(metrics.read().decode()))
             first.send_signal(signal.SIGTERM)
             assert first.wait(10) == 0
             assert not path.exists()

@@ -180,6 +180,10 @@ def test_the_banner_shows_address_key_models_and_the_command(base_folder: Path) 
     assert "http://h:1" in shown
     assert "tiny  helper  poet" in shown
     assert demo.curl("http://h:1", "sp_key", "poet") in shown.splitlines()
+    many = demo.Demo("sp_key", tuple(f"poet{i:04}" for i in range(10_000)))
+    lines = demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), many, "").splitlines()
+    assert max(map(len, lines)) < 400
+    assert "poet0011  and 9988 more" in lines[1]
     assert "curl" not in demo.banner("http://h:1", Base(base_folder, (BASE_ID,)), None, "http://h:1/console/")
 
 

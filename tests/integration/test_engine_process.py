@@ -220,3 +220,51 @@ async def test_a_warm_prefix_changes_no_answer_and_is_nobody_elses(
                 assert stats.pages_kv == 0
                 assert stats.pages_cached > 0
                 assert stats.cached_tokens == sum(f.cached_tokens for _, f in (*warm, *again))
+
+
+def resident_bytes(process: subprocess.Popen[bytes]) -> int:
+    fields = Path(f"/proc/{process.pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_thousand_loads_and_deletions_while_a_stream_runs_leave_no_page_and_no_byte(
+    tmp_path: Path, model_dir: Path, adapters_dir: Path, digests: list[str]
+) -> None:
+    """Versions come and are deleted, half of them while a request runs on them, which ends on what it began with."""
+    geometry = page_geometry(load_spec(model_dir), 64)
+
+    def submit(adapter: str, tokens: int, salt: bytes = b"one") -> Submit:
+        return Submit(0, pack_tokens([1, 2, 3] * 9), adapter, tokens, Sampling(temperature=0), tenant=1, salt=salt)
+
+    async def cycle(client: EngineClient, digest: str, early: bool) -> list[int]:
+        stream = await client.submit(submit(digest, 3))
+        text = [token.token for token in (await anext(stream))[0]]
+        if early:
+            await client.forget(digest)
+        text += [token.token async for tokens, _ in stream for token in tokens]
+        await client.forget(digest)
+        return text
+
+    settings = {"pool_bytes": 40 * geometry.page_bytes, "max_model_len": 4096}
+    with engine(tmp_path / "sock", model_dir, adapters_dir, **settings) as process:
+        async with asyncio.timeout(LIMIT_S), EngineClient(tmp_path / "sock") as client:
+            await client.wait_ready()
+            quiet = await client.stats()
+            texts = [(await generate(client, submit(digest, 3)))[0] for digest in digests]
+            for digest in digests:
+                await client.forget(digest)
+            assert (await client.stats()).pages_free == quiet.pages_free == quiet.pages_total
+            long = asyncio.create_task(generate(client, submit("", 200, salt=b"")))
+            for n in range(200):
+                await cycle(client, digests[n % 3], early=n % 2 == 0)
+            before = resident_bytes(process)
+            for n in range(1000):
+                assert await cycle(client, digests[n % 3], early=n % 2 == 0) == texts[n % 3]
+                if long.done():
+                    assert long.result()[1].reason == "length"
+                    long = asyncio.create_task(generate(client, submit("", 200, salt=b"")))
+            await long
+            stats = await client.stats()
+            assert stats.adapter_loads >= 1200
+            assert (stats.pages_free, stats.adapters_host, stats.adapter_host_bytes) == (stats.pages_total, 0, 0)
+            assert resident_bytes(process) < before + (16 << 20)

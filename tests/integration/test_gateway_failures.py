@@ -167,6 +167,45 @@ async def test_the_second_loss_of_an_engine_ends_a_request(tmp_path: Path) -> No
         assert await rows(gateway) == [("failed", 0, 0)]
 
 
+async def test_a_stream_that_fails_before_its_first_event_is_a_plain_answer(tmp_path: Path) -> None:
+    options = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), missing=frozenset({"a" * 64}))
+    async with running_gateway(tmp_path, options) as gateway:
+        for _ in range(2):  # over one connection: where an answer ends is clear
+            response = await open_stream(gateway)
+            assert (response.status, response.content_type) == (503, "application/json")
+            assert "Transfer-Encoding" not in response.headers
+            body = await response.read()
+            assert response.headers["Content-Length"] == str(len(body))
+            assert json.loads(body)["error"]["code"] == "adapter_unavailable"
+        stream = await open_stream(gateway, model="base", max_tokens=2)
+        assert (stream.status, stream.headers["Transfer-Encoding"]) == (200, "chunked")
+        assert (await stream.text()).endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("back", [True, False])
+async def test_a_request_that_is_given_to_another_engine_has_waited_already(
+    gateway: Gateway, tmp_path: Path, back: bool
+) -> None:
+    """It is not served late: the next engine is told what is left of its time, and without one it is refused then."""
+    gateway.engine.pause()
+    wait_ms = 30_000 if back else 500
+    asked = asyncio.create_task(open_stream(gateway, max_tokens=2, max_wait_ms=wait_ms))
+    await eventually(lambda: len(gateway.engine.submits) == 1)
+    assert 0 < gateway.engine.submits[0].max_wait_ms <= wait_ms
+    await asyncio.sleep(0.05)  # what it waits with the first engine
+    gateway.engine.crash()
+    if not back:
+        response = await asked
+        assert response.status == 503
+        assert (await response.json())["error"]["code"] == "deadline_exceeded"
+        return
+    await eventually(lambda: not gateway.services.engine.ready)
+    with running_engine(tmp_path / "engine.sock", PACED) as again:
+        assert '"finish_reason":"length"' in await (await asked).text()
+    [submit] = again.submits
+    assert 0 < submit.max_wait_ms <= wait_ms - 50
+
+
 async def test_without_an_engine_requests_are_told_to_come_back(gateway: Gateway) -> None:
     waiting = asyncio.create_task(
         gateway.post("/v1/completions", {"model": "base", "prompt": "a", "max_tokens": 50_000})

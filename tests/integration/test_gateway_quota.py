@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -280,6 +281,22 @@ async def test_a_client_that_leaves_before_it_is_admitted_leaves_nothing(
     gateway.engine.resume()
     (row,) = await usage_rows(gateway, 1)
     assert (row.status, row.completion_tokens, row.ttft_ms) == ("disconnected", 0, None)
+
+
+async def test_a_request_that_never_reached_an_engine_costs_nothing(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client left while the adapter came out of the cold tier, say: quota and row must say the same."""
+    limit(gateway, monkeypatch, tokens_per_day=100)
+    services = gateway.services
+    caller = await services.keys.authenticate(gateway.key)
+    route = await services.router.resolve(caller.tenant_id, "base")
+    charge = await services.accounting.admit(caller, route, "req_1", 3, 10, time.perf_counter())
+    charge.note(asyncio.CancelledError())
+    charge.close([])
+    (row,) = await usage_rows(gateway, 1)
+    assert (row.status, row.prompt_tokens, row.completion_tokens) == ("disconnected", 0, 0)
+    assert (await services.accounting.quotas.levels(caller.tenant_id, caller.limits.quota)).tokens_per_day == 0
 
 
 async def test_the_quota_is_that_of_the_tenant_s_plan(gateway: Gateway) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway.app import create_runner
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tracing import tracing
-from tests.integration.gateway_harness import Gateway, running_gateway
+from tests.fakes.engine import Options
+from tests.integration.gateway_harness import EOS, VOCAB_SIZE, Gateway, running_gateway
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -98,6 +99,29 @@ async def test_each_response_on_a_websocket_is_a_span(tmp_path: Path) -> None:
     names = {span.name: span for span in spans}
     assert names.keys() == {"WS response.create", "GET /v1/chat/ws"}
     assert attributes(names["WS response.create"])["gen_ai.usage.output_tokens"] == 2
+
+
+async def test_a_span_has_failed_where_we_have_and_not_where_the_client_has(tmp_path: Path) -> None:
+    spans: list[Span] = []
+    paced = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002)
+    async with (
+        running_gateway(tmp_path, paced) as plain,
+        collector(spans) as endpoint,
+        traced(plain, endpoint) as gateway,
+    ):
+        headers = {"Authorization": f"Bearer {gateway.key}"}
+        async with gateway.http.ws_connect(f"{gateway.url}/v1/chat/ws", headers=headers) as socket:
+            asked = {"model": "nobody", "messages": [{"role": "user", "content": "ab"}]}
+            await socket.send_json({"type": "response.create", "response": asked})
+            while (await socket.receive_json())["type"] != "error":
+                pass
+        body = {"model": "base", "prompt": "abc", "max_tokens": 50_000, "stream": True}
+        async with gateway.http.post(f"{gateway.url}/v1/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+            gateway.engine.crash()
+            assert b'"error"' in await response.read()
+    failed = {span.name: span.status.code == Status.STATUS_CODE_ERROR for span in spans}
+    assert failed == {"WS response.create": False, "GET /v1/chat/ws": False, "POST /v1/completions": True}
 
 
 async def test_a_collector_that_is_away_costs_nothing_but_the_spans(tmp_path: Path) -> None:

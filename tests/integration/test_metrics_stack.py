@@ -33,11 +33,13 @@ def exposed() -> dict[str, set[str]]:
     """The labels of each series that a gateway exposes once it has served a request."""
     metrics = Metrics(1, 20)
     metrics.requests.labels("/v1/completions", "2xx").inc()
-    for counter in (metrics.quota_refusals, metrics.quota_shadow_refusals):
-        counter.labels("tokens_per_day").inc()
     metrics.tenants.add("acme", 1, 2, ttft_ms=3.0, gaps={1: 1}, gaps_ms=1.0)
     stats = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    text = render([metrics.snapshot()], 1, [stats], 16, disk=Disk(1, 2)).decode()
+    return series_of(render([metrics.snapshot()], 1, [stats], 16, disk=Disk(1, 2)).decode())
+
+
+def series_of(text: str) -> dict[str, set[str]]:
+    """The labels of each series of an exposition."""
     found: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", text, re.MULTILINE):
         found.setdefault(name, set()).update(re.findall(r"(\w+)=\"", labels))
@@ -66,6 +68,11 @@ def selectors(node: Any) -> Iterator[Any]:
     elif isinstance(node, promql_parser.Call):
         for argument in node.args:
             yield from selectors(argument)
+
+
+def names_read() -> set[str]:
+    """All series that the dashboard and the rules read."""
+    return {one.name for _, text in expressions() for one in selectors(promql_parser.parse(text))}
 
 
 def test_every_expression_reads_series_that_a_gateway_has() -> None:
@@ -122,7 +129,7 @@ def test_prometheus_finds_its_files_and_the_gateway(composed: dict[str, Any]) ->
     files = mounts(composed["prometheus"])
     config = next(part.partition("=")[2] for part in composed["prometheus"]["command"] if "config.file" in part)
     loaded = yaml.safe_load(files[config].read_text())
-    assert all(path in files for path in loaded["rule_files"])
+    assert all(str(Path(config).parent / path) in files for path in loaded["rule_files"])
     ((target,),) = [one["targets"] for job in loaded["scrape_configs"] for one in job["static_configs"]]
     host, _, port = target.partition(":")
     assert composed[host]["environment"]["STENCILPRESS_PORT"] == port
@@ -131,11 +138,11 @@ def test_prometheus_finds_its_files_and_the_gateway(composed: dict[str, Any]) ->
 
 def test_grafana_finds_prometheus_and_the_dashboard(composed: dict[str, Any]) -> None:
     files = mounts(composed["grafana"])
-    provisioned = files["/etc/grafana/provisioning"]
-    (source,) = yaml.safe_load((provisioned / "datasources" / "prometheus.yml").read_text())["datasources"]
+    provisioned = {kind: files[f"/etc/grafana/provisioning/{kind}"] for kind in ("datasources", "dashboards")}
+    (source,) = yaml.safe_load((provisioned["datasources"] / "prometheus.yml").read_text())["datasources"]
     host = source["url"].removeprefix("http://").partition(":")[0]
     assert host in composed
-    (provider,) = yaml.safe_load((provisioned / "dashboards" / "stencilpress.yml").read_text())["providers"]
+    (provider,) = yaml.safe_load((provisioned["dashboards"] / "stencilpress.yml").read_text())["providers"]
     folder = provider["options"]["path"]
     home = composed["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert Path(home).parent == Path(folder)

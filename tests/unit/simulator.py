@@ -150,6 +150,7 @@ class Loader:
     jammed: set[str] = field(default_factory=set)
     tells: bool = False
     told: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     hosted: set[str] = field(default_factory=set)
     orders: deque[LoadOrder] = field(default_factory=deque)
     fetches: list[str] = field(default_factory=list)
@@ -180,13 +181,15 @@ class Loader:
         self.told.discard(order.digest)
         self.fetches.append(order.digest)
         if order.digest in self.broken:
+            self.unread.add(order.digest)
             return Fetched(order.digest, 0, 0, "no such file")
+        self.unread.discard(order.digest)
         self.hosted.add(order.digest)
         return Fetched(order.digest, 1000, self.needs[order.digest])
 
     def _place(self, order: PlaceOrder) -> Placed:
         assert len(order.pages) == self.needs[order.digest]
-        if order.digest in self.broken:
+        if order.digest in self.unread:
             return Placed(order.digest, "the read that it follows has failed")
         assert order.digest in self.hosted
         if order.digest in self.jammed:
@@ -451,8 +454,9 @@ class Storm:
                 in_flight=self.random.sample(live, min(len(live), 2)) if self.random.random() < 0.05 else (),
                 fails=self.random.random() < 0.01,
             )
-        for connection in list(self.engine.parked):
+        for connection in (1, 2, 3):
             self._unpark(connection)
+            self.engine.residency.keep(connection, (), ())
         self.engine.loader.broken.clear()
         self.engine.loader.jammed.clear()
         self.engine.run_until_idle()
@@ -475,6 +479,13 @@ class Storm:
             faults ^= {self.random.choice(self.digests)}
         elif chance < 0.13:
             self.engine.scheduler.check_adapter(self.random.choice(self.digests))
+        elif chance < 0.14:
+            self.engine.scheduler.forget(self.random.choice(self.digests))
+        elif chance < 0.15:
+            wished = [
+                self.random.sample(self.digests, self.random.randint(0, min(2, len(self.digests)))) for _ in range(2)
+            ]
+            assert self.engine.residency.keep(self.random.randint(1, 3), *wished) == ""
 
     def _submit(self) -> None:
         self.last_id += 1
@@ -510,6 +521,7 @@ class Storm:
     def _hang_up(self, connection: int) -> None:
         """A gateway dies: its clients hear nothing more. The number stands for another gateway afterwards."""
         self.engine.scheduler.abort_connection(connection)
+        self.engine.residency.keep(connection, (), ())
         self.engine.parked.discard(connection)
         for key in [key for key in self.engine.live if key[0] == connection]:
             self.engine.live.discard(key)

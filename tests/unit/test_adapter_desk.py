@@ -331,6 +331,12 @@ async def test_upkeep_fills_and_clears_the_cold_tier_and_makes_room(
     await purge_deleted(db, home.blobs, NOW)
     assert await collect_cold_garbage(db, cold) == 1
     assert await cold.digests() == {first, second}
+    half = tmp_path / "cold" / ("ab" * 32) / WEIGHTS_NAME  # a removal or a copy that a kill cut short
+    half.parent.mkdir(exist_ok=True)
+    half.write_bytes(b"weights")
+    assert await collect_cold_garbage(db, cold) == 1
+    assert not half.exists()
+    assert await cold.digests(whole=False) == {first, second}
 
 
 async def test_a_blob_that_is_nowhere_else_is_not_removed(

@@ -6,11 +6,18 @@ import random
 from datetime import UTC, datetime, timedelta
 
 from stencilpress.gateway.access import Actor, Role
-from stencilpress.gateway.catalog.adapter_lists import list_all_adapters, list_named
+from stencilpress.gateway.catalog.adapter_lists import list_all_adapters, list_named, list_served
 from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.aliases import move_alias, roll_back, rollback_target
 from stencilpress.gateway.catalog.audit import actors_of
-from stencilpress.gateway.catalog.lifecycle import delete_adapter, delete_version, last_runs, record_run, set_suite
+from stencilpress.gateway.catalog.lifecycle import (
+    delete_adapter,
+    delete_version,
+    last_runs,
+    record_run,
+    set_suite,
+    share_adapter,
+)
 from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion
 from stencilpress.gateway.catalog.series import (
     Subject,
@@ -22,7 +29,7 @@ from stencilpress.gateway.catalog.series import (
 )
 from stencilpress.gateway.catalog.serving import serving_versions
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant
+from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.names import BaseNames
@@ -57,6 +64,30 @@ async def test_lists_are_of_one_tenant_or_by_names(db: Database) -> None:
         (acme, "acme", "pirate"),
     ]
     assert await list_named(db, []) == ()
+
+
+async def test_what_a_tenants_requests_may_name_is_its_own_and_what_is_shared_with_it(db: Database) -> None:
+    """Only what serves a version for this base: no adapter without `prod`, of another base, or deleted."""
+    acme, bolt = await two_tenants(db)
+    for name, digest in (("poet", "a"), ("pirate", "b"), ("gone", "c")):
+        await add(db, acme, name, digest)
+    await add(db, acme, "poet", "d", promote=True)
+    await add(db, acme, "idle", "e", promote=False)
+    await delete_adapter(db, acme, "gone")
+    foreign = NewVersion("f" * 64, "acme/other", False, (8,), ("q_proj",), 1000, ("adapter_model.safetensors",))
+    await add_version(db, acme, "foreign", foreign, BaseNames.of(("acme/other",)))
+    await add(db, bolt, "zoo", "a")
+    for name in ("poet", "idle"):
+        await share_adapter(db, acme, name, "bolt")
+    assert [(one.name, one.version, one.shared) for one in await list_served(db, acme, BASE.id)] == [
+        ("pirate", 1, False),
+        ("poet", 2, False),
+    ]
+    found = await list_served(db, bolt, BASE.id)
+    assert [(one.name, one.version, one.shared) for one in found] == [("zoo", 1, False), ("poet", 2, True)]
+    assert abs((found[0].created_at - datetime.now(UTC)).total_seconds()) < 60
+    await delete_tenant(db, "acme")
+    assert [one.name for one in await list_served(db, bolt, BASE.id)] == ["zoo"]
 
 
 async def test_prod_serves_a_version_and_a_canary(db: Database) -> None:

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stencilpress.gateway.alerts.addresses import check_url, is_public
-from stencilpress.gateway.alerts.evaluate import MAX_OF_KIND, MAX_OPEN, Readings, Traffic, evaluate
-from stencilpress.gateway.alerts.incidents import Incident, Measured, State, Subject, advance
+from stencilpress.gateway.alerts.evaluate import MAX_OF_KIND, MAX_OPEN, Readings, evaluate
+from stencilpress.gateway.alerts.incidents import Incident, Measured, Moves, State, Subject, advance
 from stencilpress.gateway.alerts.notification import MAX_ALERTS, notifications, signed
 from stencilpress.gateway.alerts.prometheus import QUERIES, rules_file
 from stencilpress.gateway.alerts.rules import (
@@ -34,6 +34,7 @@ from stencilpress.gateway.alerts.rules import (
     Unit,
     check_change,
 )
+from stencilpress.gateway.alerts.traffic import Loads, Past, Traffic, TrafficJudge
 from stencilpress.gateway.alerts.words import TITLES, description, quantity, summary
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.histogram import bucket_of
@@ -167,22 +168,33 @@ def traffic(requests: int, failures: int = 0, cold_starts: int = 0, ttft_ms: flo
     return Traffic(requests, failures, cold_starts, {bucket_of(ttft_ms): requests}, {bucket_of(20_000): cold_starts})
 
 
-def fired(readings: Readings, rules: Rules = BUILT_IN) -> set[tuple[str, str]]:
+Seen = dict[tuple[int, str], Traffic]
+
+
+def looked_at(
+    seen: Seen, rules: Rules, open_: dict[Subject, Incident] | None = None, past: Past | None = None
+) -> Moves:
+    """What one evaluation makes of traffic."""
+    judge = TrafficJudge(rules, open_ or {}, past or {})
+    for (tenant_id, adapter), one in seen.items():
+        judge.take(tenant_id, adapter, one)
+    return evaluate(open_ or {}, Readings(judge.found()), rules, NOON)
+
+
+def fired(seen: Seen, rules: Rules = BUILT_IN, past: Past | None = None) -> set[tuple[str, str]]:
     """Kinds and adapters that fire when a rule needs no patience."""
     eager = {(Place(), kind): RuleChange(for_s=0) for kind in Kind}
-    moves = evaluate({}, readings, Rules({**eager, **rules._overrides}), NOON)
+    moves = looked_at(seen, Rules({**eager, **rules._overrides}), past=past)
     return {(one.subject.kind.value, one.subject.adapter) for one in moves.fired}
 
 
 def test_adapters_and_tenants_are_judged_by_their_requests() -> None:
-    readings = Readings(
-        {
-            (7, "pirate"): traffic(100, failures=9, cold_starts=50),
-            (7, "base"): traffic(1000, ttft_ms=9000),
-            (8, "rare"): traffic(49, failures=49, cold_starts=9),
-        }
-    )
-    assert fired(readings) == {
+    seen = {
+        (7, "pirate"): traffic(100, failures=9, cold_starts=50),
+        (7, "base"): traffic(1000, ttft_ms=9000),
+        (8, "rare"): traffic(49, failures=49, cold_starts=9),
+    }
+    assert fired(seen) == {
         ("errors_high", "pirate"),
         ("hit_rate_low", "pirate"),
         ("hit_rate_low", ""),  # the base alone is always loaded and does not count
@@ -192,11 +204,38 @@ def test_adapters_and_tenants_are_judged_by_their_requests() -> None:
     }  # of tenant 7 as a whole too few requests fail, and 8 has too few
 
 
+def test_a_hit_rate_falls_from_what_it_was_in_the_day_before() -> None:
+    def kinds(cold_starts: int, past: Past) -> set[str]:
+        return {kind for kind, _ in fired({(7, "pirate"): traffic(100, cold_starts=cold_starts)}, past=past)}
+
+    well, always_poor, young = Loads(9000, 180), Loads(9000, 4500), Loads(99, 0)
+    assert "hit_rate_falling" in kinds(25, {(7, "pirate"): well})  # from 98 % to 75 %, which is not low
+    assert kinds(25, {(7, "pirate"): well}) & {"hit_rate_low"} == set()
+    assert "hit_rate_falling" not in kinds(20, {(7, "pirate"): well})
+    assert "hit_rate_falling" not in kinds(50, {(7, "pirate"): always_poor})
+    assert "hit_rate_falling" not in kinds(50, {(7, "pirate"): young})
+    assert "hit_rate_falling" not in kinds(50, {(8, "pirate"): well})
+    assert "hit_rate_falling" not in kinds(50, {})
+    of = looked_at({(7, "pirate"): traffic(100, cold_starts=25)}, BUILT_IN, past={(7, "pirate"): well}).changed
+    incident = of[Subject(Kind.HIT_RATE_FALLING, 7, "pirate")]
+    assert incident.value == pytest.approx(0.23)
+    assert incident.note == "100 requests in ten minutes, 75% after 98% in the day before"
+    assert Subject(Kind.HIT_RATE_FALLING, 7) in of  # the tenant as a whole
+
+
+def test_what_was_wrong_and_is_well_again_is_seen() -> None:
+    """Only what breaks a rule is kept of the traffic, and what is open."""
+    subject = Subject(Kind.ERRORS_HIGH, 7, "pirate")
+    firing = Incident(subject, State.FIRING, NOON, 0.4, 0.05, Severity.CRITICAL, fired_at=NOON)
+    again = looked_at({(7, "pirate"): traffic(100, failures=1)}, BUILT_IN, {subject: firing}).changed[subject]
+    assert (again.value, again.good_since) == (0.01, NOON)
+
+
 def test_an_objective_is_an_adapters_own() -> None:
-    readings = Readings({(7, "pirate"): traffic(100, ttft_ms=400), (7, "poet"): traffic(100, ttft_ms=400)})
+    seen = {(7, "pirate"): traffic(100, ttft_ms=400), (7, "poet"): traffic(100, ttft_ms=400)}
     rules = Rules({(Place(7, "poet"), Kind.FIRST_TOKEN_SLOW): RuleChange(threshold=300, for_s=0)})
-    assert fired(readings) == set()
-    assert fired(readings, rules) == {("first_token_slow", "poet")}
+    assert fired(seen) == set()
+    assert fired(seen, rules) == {("first_token_slow", "poet")}
 
 
 def test_what_cannot_be_read_stays_as_it_is() -> None:
@@ -214,15 +253,15 @@ def test_what_cannot_be_read_stays_as_it_is() -> None:
 def test_of_ten_thousand_the_worst_are_kept_and_an_open_one_is_never_displaced() -> None:
     many = {(7, f"a{i:05}"): traffic(100, failures=10 + i % 50) for i in range(10_000)}
     rules = Rules({(Place(), Kind.ERRORS_HIGH): RuleChange(for_s=0)})
-    moves = evaluate({}, Readings(many), rules, NOON)
+    moves = looked_at(many, rules)
     assert len(moves.fired) == MAX_OPEN
     assert Subject(Kind.ERRORS_HIGH, 7) in moves.changed  # the tenant as a whole
     assert {one.value for one in moves.fired if one.subject.adapter} == {0.59}
     spread = {(tenant, f"a{i}"): traffic(100, failures=50) for tenant in range(1, 101) for i in range(20)}
-    assert len(evaluate({}, Readings(spread), rules, NOON).fired) == MAX_OF_KIND
+    assert len(looked_at(spread, rules).fired) == MAX_OF_KIND
     mild = Subject(Kind.ERRORS_HIGH, 7, "a00000")
     kept = {mild: Incident(mild, State.FIRING, NOON, 0.1, 0.05, Severity.CRITICAL, fired_at=NOON)}
-    again = evaluate(kept, Readings(many), rules, NOON)
+    again = looked_at(many, rules, kept)
     assert mild not in {one.subject for one in again.resolved}
 
 
@@ -231,8 +270,8 @@ def test_a_value_that_is_about_the_same_is_not_written_again() -> None:
     subject = Subject(Kind.ERRORS_HIGH, 7, "pirate")
 
     def looked(open_: dict[Subject, Incident], failures: int) -> dict[Subject, Incident]:
-        readings = Readings({(7, "pirate"): traffic(1000, failures=failures), (7, "base"): traffic(9000)})
-        return dict(evaluate(open_, readings, rules, NOON).changed)
+        seen = {(7, "pirate"): traffic(1000, failures=failures), (7, "base"): traffic(9000)}
+        return dict(looked_at(seen, rules, open_).changed)
 
     firing = looked({}, 400)
     assert firing[subject].value == 0.4

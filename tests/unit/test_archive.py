@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import tarfile
 import zipfile
@@ -57,7 +58,8 @@ def tar_bytes(files: dict[str, bytes], mode: Any = "w", extra: tuple[tarfile.Tar
 
 def take(folder: Path, data: bytes, max_bytes: int = MAX_BYTES) -> None:
     (folder / ARCHIVE_NAME).write_bytes(data)
-    unpack(folder / ARCHIVE_NAME, folder, max_bytes)
+    if findings := unpack(folder / ARCHIVE_NAME, folder, max_bytes):
+        raise AdapterError(findings)
 
 
 def refused(folder: Path, data: bytes, max_bytes: int = MAX_BYTES) -> dict[str, str]:
@@ -113,7 +115,30 @@ async def test_findings_about_an_archive_come_like_all_others(tmp_path: Path) ->
     (desk.folder / ARCHIVE_NAME).write_bytes(zip_bytes({"training_args.bin": b"x", "model.py": b"import os"}))
     verdict = await validate_upload(desk.folder, desk.model_dir, archive=ARCHIVE_NAME)
     assert isinstance(verdict, Rejected)
-    assert [finding.code for finding in verdict.findings] == ["unexpected_file", "unexpected_file"]
+    assert [(finding.code, finding.field) for finding in verdict.findings] == [
+        ("unexpected_file", "'training_args.bin'"),
+        ("unexpected_file", "'model.py'"),
+        ("missing_file", CONFIG_NAME),
+        ("missing_file", WEIGHTS_NAME),
+    ]
+
+
+async def test_what_is_wrong_with_an_archive_hides_nothing_of_its_files(tmp_path: Path) -> None:
+    """A trainer's checkpoint has more in it: whoever takes that out wants to know the rest at once."""
+    desk = Desk(tmp_path)
+    files = {name: (desk.folder / name).read_bytes() for name in FILES}
+    config = json.loads(files[CONFIG_NAME]) | {"use_dora": True}
+    for name in FILES:
+        (desk.folder / name).unlink()
+    packed = {"training_args.bin": b"x", **files, CONFIG_NAME: json.dumps(config).encode()}
+    (desk.folder / ARCHIVE_NAME).write_bytes(tar_bytes(packed, "w:gz"))
+    verdict = await validate_upload(desk.folder, desk.model_dir, archive=ARCHIVE_NAME)
+    assert isinstance(verdict, Rejected)
+    assert [(finding.code, finding.field) for finding in verdict.findings] == [
+        ("unexpected_file", "'training_args.bin'"),
+        ("unsupported", "use_dora"),
+    ]
+    assert verdict.modules, "what fits the base is told all the same"
 
 
 # --- what is refused -----------------------------------------------------------------------------------------

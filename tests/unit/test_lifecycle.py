@@ -14,12 +14,14 @@ from stencilpress.gateway.catalog.adapters import (
     list_shared,
     set_defaults,
 )
-from stencilpress.gateway.catalog.aliases import move_alias
+from stencilpress.gateway.catalog.aliases import move_alias, roll_back
+from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.lifecycle import (
     delete_adapter,
     delete_version,
     digests_in_use,
     list_purgeable,
+    list_runs,
     list_shares,
     purge,
     record_run,
@@ -34,7 +36,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
-from stencilpress.gateway.errors import ConflictError, ModelNotFoundError, NotFoundError
+from stencilpress.gateway.errors import ConflictError, ModelNotFoundError, NotFoundError, SmokeRequiredError
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.route import Router
 
@@ -118,6 +120,36 @@ async def test_purging_forgets_what_was_deleted_and_nothing_else(db: Database, t
     with pytest.raises(NotFoundError):
         await restore_version(db, tenant.id, "helper", 2)
     assert (await add(db, tenant, 3, "poet")).version.number == 1, "the name is free again"
+
+
+async def test_a_purged_version_never_lends_its_number_to_another_content(db: Database, tenant: Tenant) -> None:
+    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(2))
+    await move_alias(db, tenant.id, "helper", "prod", AliasTarget(1))
+    suite = await set_suite(db, tenant.id, "helper", [{"prompt": "Hello"}])
+    assert suite is not None
+    await record_run(db, tenant.id, "helper", 2, suite.revision, [], passed=True)
+    await delete_version(db, tenant.id, "helper", 2)
+    assert await purge(db, later(), await list_purgeable(db, later())) == 1
+    assert await list_runs(db, tenant.id, "helper", 2) == ()
+    assert (await add(db, tenant, 9)).version.ref == "helper@3", (
+        "answers and usage rows that name helper@2 mean another"
+    )
+    with pytest.raises(SmokeRequiredError):
+        await move_alias(db, tenant.id, "helper", "prod", AliasTarget(3))
+    assert (await roll_back(db, tenant.id, "helper", "prod")).target.version == 1
+
+
+async def test_purging_is_in_the_audit_log(db: Database, tenant: Tenant) -> None:
+    await delete_version(db, tenant.id, "helper", 2)
+    await purge(db, later(), await list_purgeable(db, later()))
+    await delete_adapter(db, tenant.id, "helper")
+    await purge(db, later(), await list_purgeable(db, later()))
+    entries = [one for one in await list_audit(db, tenant_id=tenant.id) if one.action.endswith(".purge")]
+    assert [(one.actor, one.action, one.target, one.before) for one in entries] == [
+        ("system", "adapter.purge", "adapter:helper", None),
+        ("system", "version.purge", "version:helper@1", {"digest": digest(1)}),
+        ("system", "version.purge", "version:helper@2", {"digest": digest(2)}),
+    ]
 
 
 async def test_what_was_restored_meanwhile_is_not_purged(db: Database, tenant: Tenant) -> None:

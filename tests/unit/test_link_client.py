@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -131,6 +132,31 @@ async def test_tokens_that_came_meanwhile_arrive_as_one_batch(path: Path) -> Non
             assert finished is not None
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
+
+
+async def test_streams_go_on_a_few_at_a_time_so_that_others_get_their_turn(path: Path) -> None:
+    """Behind a first token, which goes on at once, tokens of one step are handed out over many turns of the loop."""
+    turn, went_on, going = 0, Counter[int](), True
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        if going:
+            asyncio.get_running_loop().call_soon(count)
+
+    async def read(stream: Stream) -> None:
+        await anext(stream)
+        async for _ in stream:
+            went_on[turn] += 1
+
+    with running_engine(path, Options(step_delay_s=0.3)):
+        async with connected(path) as client:
+            streams = [await client.submit(request([7], 2)) for _ in range(40)]
+            count()
+            await asyncio.gather(*map(read, streams))
+            going = False
+    assert went_on.total() == 40
+    assert max(went_on.values()) <= 10
 
 
 async def test_an_abort_is_answered_on_the_stream(path: Path) -> None:

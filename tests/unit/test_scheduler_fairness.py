@@ -111,14 +111,24 @@ def wait_behind_a_stream(engine: Engine, adapter: str | None, patient: Client, l
     return limit
 
 
+@pytest.mark.parametrize("room", [{"pages": 300}, {"pages": 300, "adapter_pages": 11}, {"pages": 240}])
 @pytest.mark.parametrize("tenant", [0, 7])
 @pytest.mark.parametrize("patience", [5, 10_000])
 @pytest.mark.parametrize("longest", [20, 200])
 def test_a_stream_on_one_adapter_lets_another_start_within_two_of_its_longest(
-    longest: int, patience: int, tenant: int
+    longest: int, patience: int, tenant: int, room: dict[str, int]
 ) -> None:
-    """Of the same tenant as the stream, or another one; however patient the settings are."""
-    engine = make_engine(max_loras=1, max_num_seqs=4, max_model_len=longest + 8, patience_steps=patience, quick=True)
+    """Of the same tenant as the stream, or another one; however patient the settings are; with room for both adapters,
+    for one of them, or for one beside what is being answered."""
+    engine = make_engine(
+        needs={"A": 10, "B": 10 if "adapter_pages" in room else 30},
+        max_loras=1,
+        max_num_seqs=4,
+        max_model_len=longest + 8,
+        patience_steps=patience,
+        quick=True,
+        **room,
+    )
     rng = random.Random(longest)
     last = 0
     patient = None

@@ -16,7 +16,8 @@ def test_storm(seed: int, ahead: bool) -> None:
     assert engine.pool.kv == 0
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
     assert all(client.finished is not None for client in engine.clients.values())
-    engine.residency.pump()
+    while engine.step() is not None or engine.loader.orders:
+        pass  # what was used of late may still be on its way back
     while engine.residency.evict_one():
         pass
     assert engine.pool.free == engine.pool.total
@@ -137,3 +138,44 @@ def test_a_check_reads_an_adapter_without_a_request() -> None:
     assert engine.residency.take_orders() == [FetchOrder("A")]
     engine.scheduler.loaded(Fetched("A", 10, 2))
     assert engine.residency.sound("A")
+
+
+@pytest.mark.parametrize(("adapter", "prompt", "answer"), [(None, 40, 4), (None, 10, 36), ("B", 2, 4)])
+def test_what_is_pinned_gives_way_only_to_who_could_never_run_otherwise_and_comes_back(
+    adapter: str | None, prompt: int, answer: int
+) -> None:
+    """For its prompt, for its answer, for its adapter: the pool has too few pages beside those that are pinned."""
+    engine = make_engine(pages=12, needs={"A": 4, "B": 9}, max_model_len=64)
+    assert engine.residency.keep(9, ["A"], []) == ""
+    while engine.step() is not None or engine.loader.orders:
+        pass
+    for i in range(6):
+        engine.submit((1, i), [i] * 9, 6)
+    engine.run_until_idle()
+    assert engine.residency.activities.of("A").evictions == 0
+    large = engine.submit((2, 1), [1] * prompt, answer, adapter)
+    engine.run_until_idle(200)
+    assert large.text == large.expected
+    assert engine.residency.activities.of("A").evictions == 1
+    engine.now_s += 2
+    while engine.step() is not None or engine.loader.orders:
+        pass
+    seen = engine.residency.known("A")
+    assert seen is not None
+    assert seen.kept
+
+
+def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
+    engine = make_engine(pages=12, needs={"A": 6}, max_model_len=64)
+    long = engine.submit((1, 1), [1] * 30, 14)
+    engine.step()
+    assert engine.residency.keep(9, ["A"], []) == ""
+    while long.finished is None:
+        engine.step()
+    assert not engine.residency.ready("A")
+    engine.now_s += 2
+    while engine.step() is not None or engine.loader.orders:
+        pass
+    seen = engine.residency.known("A")
+    assert seen is not None
+    assert seen.kept

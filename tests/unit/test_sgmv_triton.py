@@ -46,7 +46,7 @@ def _builder(dtype: torch.dtype = torch.float32, layers: int = 1, elems: int = 1
     return PoolBuilder(GROUPS, layers, elems, dtype, seed=7)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 16, 24, 96])
+@pytest.mark.parametrize("rank", [1, 3, 16, 24, 96, 193, 256])
 @pytest.mark.parametrize("tile", [Tile(1, 16), Tile(16, 32), Tile(64, 64)])
 def test_rank(rank: int, tile: Tile) -> None:
     builder = _builder()

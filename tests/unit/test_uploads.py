@@ -221,10 +221,10 @@ async def test_completion_can_be_tried_again_and_its_result_is_remembered(
         await put(store, upload, b"more", len(DATA))
     await whole(store, upload, tmp_path, {"archive": DATA})
     async with store.completing(TENANT, upload.id, {"archive": sha256(DATA)}) as completion:
-        await completion.end("helper@3")
+        await completion.end("helper@3", created=True, promoted=False)
     assert (await store.get(TENANT, upload.id)).result == "helper@3"
     async with store.completing(TENANT, upload.id, {"archive": sha256(DATA)}) as completion:
-        assert completion.upload.result == "helper@3"
+        assert (completion.upload.result, completion.upload.created) == ("helper@3", True)
     assert [path.name for path in (tmp_path / "uploads" / upload.id).iterdir()] == ["upload.json"]
     with pytest.raises(ConflictError) as caught:
         await put(store, upload, b"more", len(DATA))

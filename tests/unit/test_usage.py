@@ -176,6 +176,19 @@ async def test_rows_wait_for_a_catalog_that_is_away(tmp_path: Path) -> None:
         assert len(list((tmp_path / "usage").iterdir())) == 1
 
 
+async def test_rows_wait_while_the_catalog_is_migrated(db: Database, tmp_path: Path) -> None:
+    """The task that writes them lives on: on PostgreSQL a table that is not there is no error of the connection."""
+    recorder = Recorder(db, tmp_path / "usage", 1 << 20)
+    recorder.open(WHO, 0.0).close(Status.COMPLETED, 0, [])
+    await migrate(db, "base")
+    with pytest.raises(UnavailableError):
+        await recorder.flush()
+    await migrate(db)
+    await recorder.flush()
+    assert len(await rows_in(db)) == 1
+    recorder.close()
+
+
 async def test_roll_ups_are_the_sums_of_the_rows(db: Database) -> None:
     chance = random.Random(3)
     rows = [

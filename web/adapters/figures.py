@@ -44,10 +44,16 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the engine that has it nearest has an adapter."""
+    """Where the engine that has it nearest has an adapter; ``error`` tells why one that has it nowhere could not load
+    it."""
 
     tier: str
     pinned: bool
+    error: str = ""
+
+    @property
+    def nearness(self) -> tuple[int, bool]:
+        return _NEAREST.index(self.tier), bool(self.error)
 
 
 async def places_of(request: web.Request, digests: Collection[str]) -> dict[str, Place]:
@@ -63,10 +69,9 @@ async def places_of(request: web.Request, digests: Collection[str]) -> dict[str,
 
 
 def _nearer(before: Place | None, seen: Seen) -> Place:
-    place = Place(seen.adapter.tier, seen.adapter.pinned)
-    if before is None or _NEAREST.index(place.tier) > _NEAREST.index(before.tier):
-        return place
-    return before
+    one = seen.adapter
+    place = Place(one.tier, one.pinned, one.error if one.tier == "disk" else "")
+    return place if before is None or place.nearness > before.nearness else before
 
 
 async def series_of(

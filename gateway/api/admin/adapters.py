@@ -163,8 +163,8 @@ async def unshare_adapter(call: Call) -> web.Response:
 async def pin_adapter(call: Call) -> AdapterView:
     """Keep what an adapter's `prod` stands for in the engines' memory.
 
-    It is brought in when nobody waits for another, and never evicted, in half of the memory for adapters at most. It
-    follows the alias, and lasts until it is taken back.
+    It is brought in when nobody waits for another, in half of the memory for adapters at most, and gives way only to a
+    request that could never run otherwise. It follows the alias, and lasts until it is taken back.
     """
     return await _keep(call, "pin")
 

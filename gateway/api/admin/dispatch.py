@@ -86,6 +86,7 @@ async def perform(
         if "{tenant}" in operation.path:
             tenant = await find_tenant(services, principal, parts["tenant"], operation.needs)
         check_permission(principal.role, operation.needs)
+        check_adapter(asker.actor, parts.get("adapter"))
         given = await read()
         for struct in given.values():
             _check_values(struct)
@@ -110,6 +111,15 @@ async def find_tenant(services: Services, principal: Principal, name: str, needs
     if not is_operator and name != principal.tenant:
         raise NotFoundError(NOT_FOUND)
     return await get_tenant(services.db, name, deleted=is_operator and needs is Permission.OPERATE)
+
+
+def check_adapter(actor: Actor, adapter: str | None) -> None:
+    """Whether the asker's scopes allow an adapter; None is none. One that they do not does not exist for it.
+
+    Raises :class:`NotFoundError`.
+    """
+    if adapter is not None and not actor.scopes.allows_model(adapter):
+        raise NotFoundError(NOT_FOUND)
 
 
 async def _read_given(operation: Operation, request: web.Request) -> dict[str, Any]:

@@ -133,7 +133,7 @@ async def restore_tenant(call: Call) -> TenantView:
 async def purge_tenant(call: Call, body: Purge) -> Purged:
     """Erase a deleted tenant for good: adapters, keys, people, alerts, single requests.
 
-    Its name is free again. The audit log stays, without its people's addresses, and so do the sums of its usage.
+    Its name is free again. The audit log stays and so do the sums of its usage, with pseudonyms for names and people.
     """
     _check_not_own(call)
     if body.confirm != call.tenant.name:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.adapter_views import AddedVersionView, NewUpload, Sha256, UploadDigests, UploadView
 from stencilpress.gateway.api.admin.desk import desk_of
+from stencilpress.gateway.api.admin.dispatch import check_adapter
 from stencilpress.gateway.api.admin.operation import Call, operation
 from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.blobs import Staging, StorageFullError, UploadError
@@ -30,7 +31,7 @@ from stencilpress.gateway.errors import (
     UnsupportedMediaTypeError,
 )
 from stencilpress.gateway.intake import IntakeError
-from stencilpress.gateway.lifecycle.uploads import MAX_PART_BYTES
+from stencilpress.gateway.lifecycle.uploads import MAX_PART_BYTES, Upload
 from stencilpress.gateway.names import check_adapter_name
 
 MULTIPART = "multipart/form-data"
@@ -90,6 +91,7 @@ async def create_upload(call: Call, body: NewUpload) -> UploadView:
     Send parts with `PUT …/files/FILE`, where FILE is `archive`, or `adapter_config.json` and
     `adapter_model.safetensors`; then complete it. It is kept for a day.
     """
+    check_adapter(call.actor, body.adapter)
     check_adapter_name(body.adapter, call.services.router.base)
     with _faults_told():
         upload = await desk_of(call).uploads.create(
@@ -105,7 +107,7 @@ async def create_upload(call: Call, body: NewUpload) -> UploadView:
 @operation("GET", "/tenants/{tenant}/uploads/{upload}", Permission.WRITE)
 async def get_upload(call: Call) -> UploadView:
     """How far an upload is, to go on after a failure."""
-    return UploadView.of(await desk_of(call).uploads.get(call.tenant.id, call.path("upload")))
+    return UploadView.of(await _mine(call))
 
 
 @operation("PUT", "/tenants/{tenant}/uploads/{upload}/files/{file}", Permission.WRITE, accepts=(OCTETS,))
@@ -117,6 +119,7 @@ async def put_part(call: Call, query: PartQuery) -> UploadView:
     _check_encoding(call.request)
     if (call.request.content_length or 0) > MAX_PART_BYTES:
         raise RequestTooLargeError(f"A part is at most {MAX_PART_BYTES} bytes.")
+    await _mine(call)
     with _faults_told():
         upload = await desk_of(call).uploads.put(
             call.tenant.id, call.path("upload"), call.path("file"), query.offset, query.sha256, _body(call)
@@ -131,11 +134,12 @@ async def complete_upload(call: Call, body: UploadDigests) -> AddedVersionView:
     Repeated after a lost answer it gives the same. An upload that cannot be served is removed with the 422.
     """
     desk, tenant = desk_of(call), call.tenant
+    await _mine(call)
     with _faults_told():
         async with desk.uploads.completing(tenant.id, call.path("upload"), body.sha256) as completion:
             upload = completion.upload
             if upload.result:
-                return await _known(call, upload.adapter, upload.result)
+                return await _known(call, upload)
             async with desk.enrolment.stage(upload.adapter, tenant.id, tenant.limits) as staging:
                 await completion.move_to(staging)
                 try:
@@ -152,7 +156,9 @@ async def complete_upload(call: Call, body: UploadDigests) -> AddedVersionView:
                 except InvalidAdapterError:
                     await completion.give_up()
                     raise
-            await completion.end(added.version.ref)
+            await completion.end(
+                added.version.ref, created=added.created, promoted=added.promoted, modules=added.modules
+            )
         await desk.keep_cold(added.version.digest)
     return await _view(call, added)
 
@@ -160,11 +166,19 @@ async def complete_upload(call: Call, body: UploadDigests) -> AddedVersionView:
 @operation("DELETE", "/tenants/{tenant}/uploads/{upload}", Permission.WRITE, status=204)
 async def delete_upload(call: Call) -> web.Response:
     """Give an upload up."""
+    await _mine(call)
     await desk_of(call).uploads.remove(call.tenant.id, call.path("upload"))
     return web.Response(status=204)
 
 
 OPERATIONS = (add_version, create_upload, get_upload, put_part, complete_upload, delete_upload)
+
+
+async def _mine(call: Call) -> Upload:
+    """The upload of the path, if it is for an adapter in scope. Raises :class:`NotFoundError`."""
+    upload = await desk_of(call).uploads.get(call.tenant.id, call.path("upload"))
+    check_adapter(call.actor, upload.adapter)
+    return upload
 
 
 async def _receive(call: Call, staging: Staging) -> str:
@@ -243,10 +257,11 @@ async def _view(call: Call, added: AddedVersion) -> AddedVersionView:
     return AddedVersionView.of(added, adapter)
 
 
-async def _known(call: Call, name: str, ref: str) -> AddedVersionView:
-    """What a completed upload became, as it is now."""
-    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, name)
+async def _known(call: Call, upload: Upload) -> AddedVersionView:
+    """What a completed upload became; the version is shown as it is now."""
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, upload.adapter)
     for version in adapter.versions:
-        if version.ref == ref:
-            return AddedVersionView.of(AddedVersion(version, created=False, promoted=False), adapter)
-    raise InvalidRequestError(f"upload: it became {ref}, which was deleted since", param="upload")
+        if version.ref == upload.result:
+            known = AddedVersion(version, created=upload.created, promoted=upload.promoted, modules=upload.modules)
+            return AddedVersionView.of(known, adapter)
+    raise InvalidRequestError(f"upload: it became {upload.result}, which was deleted since", param="upload")

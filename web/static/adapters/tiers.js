@@ -5,10 +5,10 @@ const MOST = 50;
 const chips = [...document.querySelectorAll("[data-tier]")];
 const shown = { disk: ["disk", "Disk"], fetching: ["host", "Reading"], host: ["host", "Host"], loading: ["hbm", "Loading"], hbm: ["hbm", "HBM"] };
 
-function draw(chip, { tier, pinned }) {
-  const [kind, text] = shown[tier] ?? shown.disk;
+function draw(chip, { tier, pinned, error }) {
+  const [kind, text] = error ? ["bad", "Cannot be loaded"] : (shown[tier] ?? shown.disk);
   const label = chip.querySelector(".chip");
-  if (label.textContent !== text) Object.assign(label, { className: `chip chip-${kind}`, textContent: text });
+  if (label.textContent !== text) Object.assign(label, { className: `chip chip-${kind}`, textContent: text, title: error });
   chip.querySelector(".pinned").hidden = !pinned;
 }
 
@@ -19,7 +19,7 @@ async function renew() {
   const response = await fetch(`${path}/tiers?digests=${digests.join(",")}`);
   if (!response.ok) return;
   const now = await response.json();
-  for (const chip of chips) draw(chip, now[chip.dataset.tier] ?? { tier: "disk", pinned: false });
+  for (const chip of chips) draw(chip, now[chip.dataset.tier] ?? { tier: "disk", pinned: false, error: "" });
 }
 
 if (chips.length) setInterval(() => renew().catch(() => {}), RENEW_MS);
