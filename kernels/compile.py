@@ -129,9 +129,11 @@ def cases(capability: int) -> Iterator[Case]:
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
     half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
     types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
-    yield Case("decode-fp16-64", split_kernel, types, {**half, "M": 16, "SPLITS": 1}, {"num_warps": 4})
+    constants = {**half, "M": 16, "SPLITS": 1, "FOR_NEXT": False}
+    yield Case("decode-fp16-64", split_kernel, types, constants, {"num_warps": 4})
     types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
-    yield Case("prefill-fp16-64", prefill_kernel, types, {**half, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    constants = {**half, "M": 128, "N": 32, "Q_DONE": False}
+    yield Case("prefill-fp16-64", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})

@@ -42,9 +42,9 @@ class Kind(NamedTuple):
     factor: int = 1
 
     def covers(self, other: Kind) -> bool:
-        """Whether what the other serves may be served by this one."""
+        """Whether what the other serves may be served by this one. Runs may be joined, but no shorter ones cut."""
         return (
-            self.splits == other.splits
+            self.splits in (1, other.splits)
             and self.groups & other.groups == other.groups
             and self.rows >= other.rows
             and self.decodes >= other.decodes

@@ -102,7 +102,9 @@ def test_what_is_captured_at_first_covers_every_step() -> None:
 def test_a_graph_serves_no_step_that_it_lacks_something_for() -> None:
     kind = Kind(512, 256, 1, ATTENTION_GROUPS, 128, 15, 2)
     assert kind.covers(Kind(64, 16, 1))
-    for name, value in {"rows": 576, "decodes": 300, "splits": 2, "groups": ALL_GROUPS, "items": 256, "blocks": 32,
+    assert kind.covers(Kind(64, 16, 3))
+    assert not kind._replace(splits=2).covers(Kind(64, 16, 1))
+    for name, value in {"rows": 576, "decodes": 300, "groups": ALL_GROUPS, "items": 256, "blocks": 32,
                         "factor": 4}.items():  # fmt: skip
         assert not kind.covers(kind._replace(**{name: value}))
     assert best([kind], Kind(576, 256, 1)) is None
