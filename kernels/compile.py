@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for real GPUs on a machine that has none.
+"""Compile every Triton kernel for real GPUs on a machine that has none; those in CUDA C++ too, where NVRTC is.
 
 ``python -m stencilpress.kernels.compile [80 90]``
 
@@ -23,11 +23,13 @@ from triton.compiler import ASTSource
 from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
+from stencilpress.kernels.cuda_launch import CudaKernel, machine_code
 from stencilpress.kernels.draw.triton_wide import wide_kernel
 from stencilpress.kernels.linear.triton_linear import Cut as LinearCut
 from stencilpress.kernels.linear.triton_linear import linear_constants, linear_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
+from stencilpress.kernels.sgmv.cuda_sgmv import EXPAND_KERNELS, ROWS_KERNEL
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
@@ -41,6 +43,7 @@ from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
+CUDA_KERNELS = (ROWS_KERNEL, *EXPAND_KERNELS.values())
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
@@ -183,6 +186,25 @@ def faults(compiled: Compiled) -> list[str]:
     return found
 
 
+def compile_cuda(kernel: CudaKernel) -> tuple[int, int]:
+    """Registers a thread and stack bytes of a kernel in CUDA C++, for Hopper. Raises ImportError without NVRTC."""
+    return _resources(machine_code(kernel, (9, 0)))
+
+
+def _cuda_failures() -> int:
+    failures = 0
+    for kernel in CUDA_KERNELS:
+        try:
+            registers, stack = compile_cuda(kernel)
+        except ImportError as error:
+            sys.stdout.write(f"kernels in CUDA C++ were left out: {error}\n")
+            return 0
+        failures += stack > 0
+        name = " ".join((kernel.source.name, *(f"{key}={value}" for key, value in kernel.constants)))
+        sys.stdout.write(f"sm_90 {name}: {registers} registers {f'; {stack} bytes of stack' if stack else ''}\n")
+    return failures
+
+
 def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
     """Compile all cases for each capability; the exit status says whether one failed."""
     failures = 0
@@ -193,6 +215,8 @@ def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
             failures += bool(wrong)
             size = f"{compiled.registers:4d} registers {compiled.shared_bytes:7d} bytes shared"
             sys.stdout.write(f"sm_{capability} {case.name:28s} {size} {'; '.join(wrong)}\n")
+    if 90 in capabilities:
+        failures += _cuda_failures()
     return int(failures > 0)
 
 

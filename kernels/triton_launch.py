@@ -29,9 +29,14 @@ def hopper(device: torch.device) -> bool:
     return _generation(device) == 9
 
 
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while its predecessor runs: on Hopper and later."""
+    return _generation(device) >= 9
+
+
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments for a kernel that takes ``PDL``."""
-    if _generation(device) >= 9:
+    if dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

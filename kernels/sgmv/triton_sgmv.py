@@ -1,4 +1,5 @@
 """The segmented product of ``kernels/sgmv`` on a GPU: one launch a group for decodes, two for many rows an adapter.
+Some sizes have kernels in CUDA C++ (cuda_sgmv), all have one in Triton.
 
 A step uses it so: the host plans (:func:`plan_work`), the list travels (:meth:`SgmvWork.load`), the device
 resolves it once (:func:`resolve`), and each layer calls :func:`sgmv` for each of its groups. All shapes and
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stencilpress.kernels.sgmv import cuda_sgmv
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
@@ -25,8 +27,9 @@ from stencilpress.kernels.triton_launch import INTERPRETED, divide_up, hopper, l
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile and tiles of
-    an expand program, warps, and the most registers a thread of the rows kernel. Whether the kernels for blocks ask for
-    what they are to load while they wait for their predecessor."""
+    an expand program, warps, the most registers a thread of the rows kernel, and loads of a shrink of blocks that are
+    on their way or in use together. Whether the kernels for blocks ask for what they are to load while they wait for
+    their predecessor."""
 
     rows: int
     part: int
@@ -35,6 +38,7 @@ class Cut:
     tiles: int = 1
     warps: int = 4
     registers: int = 96
+    stages: int = 3
     prefetch_in_shrink: bool = False
     prefetch_in_expand: bool = False
 
@@ -44,7 +48,8 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
     side by side the more blocks there are, but single ones where they read several items. 64 ranks take more warps,
-    for their registers, where tensor cores have no products of warp groups. What is asked for in the L2 cache must be
+    for their registers, where tensor cores have no products of warp groups. Shrinks of prompts load short runs, five or
+    six at once: fewer leave the memory idle. What is asked for in the L2 cache must be
     little: the more there is, the later comes what others wait for."""
     inputs, widest = (max(64, power_of_two(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
@@ -62,7 +67,8 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
     tiles = 1 if few or not single else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
     warps = 4 if narrow or warp_groups else 8
-    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps, prefetch_in_shrink=not many)
+    load, stages = (256, 3) if few or many else (128, 5 if narrow else 6)
+    return Cut(rows, part, min(load, part), min(128, widest), tiles, warps, stages=stages, prefetch_in_shrink=not many)
 
 
 Constants = Mapping[str, Any]
@@ -121,12 +127,16 @@ def sgmv(
 
     ``y_TO`` (rows, sum of out_features) and ``x_TD`` (rows, in_features) have unit inner stride; ``pool`` is flat;
     all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved, and serves one stream. Rows
-    outside the work list are not read or written. ``x_done``: the kernel that y comes from let its successor start
-    only when x was complete, so that x may be read while that one still runs. Raises ValueError where shapes, dtypes
-    or strides do not fit.
+    outside the work list are not read or written. ``cut``: in Triton, cut so. ``x_done``: the kernel that y comes from
+    let its successor start only when x was complete, so that x may be read while that one still runs. Raises
+    ValueError where shapes, dtypes or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
+    in_cuda = cut is None
     if cut is None:
+        if not x_done and cuda_sgmv.rows_serve(y_TO, x_TD, work, shape):
+            cuda_sgmv.rows(y_TO, x_TD, pool, work, entry, shape)
+            return
         blocks = work.blocks_B4.shape[0]
         cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device))
     rows, ranks = work.tile
@@ -137,7 +147,10 @@ def sgmv(
         _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut, x_done)
         return
     shrink(partial, x_TD, pool, work, entry, shape, cut)
-    expand(y_TO, partial, pool, work, entry, shape, cut)
+    if in_cuda and cuda_sgmv.expand_serves(y_TO, work, shape):
+        cuda_sgmv.expand(y_TO, partial, pool, work, entry, shape, parts)
+    else:
+        expand(y_TO, partial, pool, work, entry, shape, cut)
 
 
 def _rows(
@@ -174,7 +187,7 @@ def shrink(
     constants = shrink_constants(shape, work.tile, cut)
     grid = (work.max_items * (work.tile.rows // cut.rows) * constants["P"] * constants["K"],)
     lists = (work.counts_4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    options = {"num_warps": cut.warps, **launch_options(x_TD.device)}
+    options = {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(x_TD.device)}
     numbers = (entry, work.max_items, x_TD.stride(0))
     shrink_blocks_kernel[grid](x_TD, pool, *lists, partial, *numbers, **constants, **options)
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from stencilpress.kernels.sgmv.mailboxes import Mailboxes
 from stencilpress.kernels.sgmv.triton_rows import COUNTER_WORDS
 from stencilpress.kernels.triton_launch import divide_up, launch_options
 
@@ -110,7 +111,8 @@ class SgmvWork:
     ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
     :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
     the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
-    ``arrived_WN`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
+    ``arrived_WN`` and ``ready_N`` int32, the Triton rows kernel's counters, zero between launches · ``mailboxes`` of
+    the one in CUDA C++.
     """
 
     tile: Tile
@@ -123,6 +125,7 @@ class SgmvWork:
     entries_EW4: torch.Tensor
     arrived_WN: torch.Tensor
     ready_N: torch.Tensor
+    mailboxes: Mailboxes
 
     @classmethod
     def allocate(cls, tile: Tile, max_blocks: int, max_items: int, entries: int, device: torch.device) -> SgmvWork:
@@ -139,7 +142,8 @@ class SgmvWork:
         words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
         arrived = torch.zeros((max_items, COUNTER_WORDS.value), dtype=torch.int32, device=device)
         ready = torch.zeros(max_blocks * _MOST_TILES, dtype=torch.int32, device=device)
-        return cls(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
+        parts, mailboxes = _parts(list_N, max_blocks, max_items), Mailboxes(device)
+        return cls(tile, list_N, *parts, addresses, words, arrived, ready, mailboxes)
 
     def within(self, list_N: torch.Tensor, tile: Tile, max_blocks: int, max_items: int) -> SgmvWork:
         """A list of less capacity in ``list_N`` (zero, :func:`list_words` long) that shares this one's scratch: of the
@@ -148,7 +152,8 @@ class SgmvWork:
         addresses = self.addresses_EWR.view(-1)[: entries * max_items * tile.ranks].view(entries, max_items, -1)
         words = self.entries_EW4.view(-1)[: entries * max_items * 4].view(entries, max_items, 4)
         arrived, ready = self.arrived_WN[:max_items], self.ready_N[: max_blocks * _MOST_TILES]
-        return SgmvWork(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
+        parts = _parts(list_N, max_blocks, max_items)
+        return SgmvWork(tile, list_N, *parts, addresses, words, arrived, ready, self.mailboxes)
 
     @classmethod
     def of(cls, plan: WorkPlan, entries: int, device: torch.device) -> SgmvWork:
