@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import run
@@ -57,7 +57,7 @@ class Case:
     name: str
     kernel: Any
     types: str
-    constants: dict[str, Any]
+    constants: Mapping[str, Any]
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
@@ -108,15 +108,20 @@ def cases(capability: int) -> Iterator[Case]:
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
-        yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
+        constants = {**heads, "M": 16, "SPLITS": splits, "FOR_NEXT": False}
+        yield Case(f"decode-{splits}", split_kernel, types, constants, {"num_warps": 4})
     types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
-    narrow = {**heads, "N": 32, "M": 16, "SPLITS": 1}
-    yield Case("decode-many", split_kernel, types, narrow, {"num_warps": 1, "num_stages": 2})
+    for for_next in (False, True):
+        constants = {**heads, "N": 32, "M": 16, "SPLITS": 1, "FOR_NEXT": for_next}
+        name = f"decode-many-{for_next}"
+        yield Case(name, split_kernel, types, constants, {"num_warps": 1, "num_stages": 2})
     yield Case(
         "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
     )
     types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
-    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    for done in (False, True):
+        constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
+        yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     for residual in (False, True):
         constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
         name = "rms-norm-residual" if residual else "rms-norm"
@@ -127,9 +132,11 @@ def cases(capability: int) -> Iterator[Case]:
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
     half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
     types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
-    yield Case("decode-fp16-64", split_kernel, types, {**half, "M": 16, "SPLITS": 1}, {"num_warps": 4})
+    constants = {**half, "M": 16, "SPLITS": 1, "FOR_NEXT": False}
+    yield Case("decode-fp16-64", split_kernel, types, constants, {"num_warps": 4})
     types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
-    yield Case("prefill-fp16-64", prefill_kernel, types, {**half, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    constants = {**half, "M": 128, "N": 32, "Q_DONE": False}
+    yield Case("prefill-fp16-64", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})

@@ -41,6 +41,16 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     return {"PDL": False}
 
 
+def divide_up(number: int, by: int) -> int:
+    """The quotient rounded up. Triton's own takes as long as a launch, on the host."""
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two at or above a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a device; a small number where kernels are interpreted."""

@@ -7,6 +7,7 @@ On Hopper and later, in bf16, with widths that are multiples of eight and rows t
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -69,6 +70,7 @@ EXPAND_KERNELS = {16: _expand_kernel(16, depth=4), 64: _expand_kernel(64, depth=
 """By ranks of an item. 64 ranks of weights leave registers for two eights of rows of y ahead."""
 
 
+@cache
 def rows_suit(shape: GroupShape, tile: Tile, blocks: int, items: int) -> bool:
     """Whether ``rows.cu`` serves a work list of such capacity best. Measured us, Triton and CUDA, rank 16: output
     projection of 64 rows 5.8 and 5.4, q, k and v 12.9 and 11.7; but gate and up of 32 rows, where most programs wait,
@@ -80,6 +82,7 @@ def rows_suit(shape: GroupShape, tile: Tile, blocks: int, items: int) -> bool:
     return tile == (1, SLICES) and parts <= MOST_PARTS and quick and items <= 4 * blocks
 
 
+@cache
 def expand_suits(tile: Tile, blocks: int, items: int) -> bool:
     """Whether ``expand.cu`` serves a work list of such capacity: blocks of one item, as many as fill a GPU."""
     return tile.rows == EXPAND_ROWS and tile.ranks in EXPAND_KERNELS and 16 <= blocks < 128 and items <= blocks

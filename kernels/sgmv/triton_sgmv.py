@@ -9,18 +9,19 @@ without a new capture.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 
 from stencilpress.kernels.sgmv import cuda_sgmv
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
-from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, divide_up, hopper, launch_options, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Cut:
     prefetch_in_expand: bool = False
 
 
+@cache
 def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True) -> Cut:
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
@@ -49,7 +51,7 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
     for their registers, where tensor cores have no products of warp groups. Shrinks of prompts load short runs, five or
     six at once: fewer leave the memory idle. What is asked for in the L2 cache must be
     little: the more there is, the later comes what others wait for."""
-    inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
+    inputs, widest = (max(64, power_of_two(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
         most = 16384 // tile.ranks
@@ -69,21 +71,24 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
     return Cut(rows, part, min(load, part), min(128, widest), tiles, warps, stages=stages, prefetch_in_shrink=not many)
 
 
-Constants = dict[str, Any]
+Constants = Mapping[str, Any]
 
 
+@cache
 def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     """Compile-time constants of the rows kernel."""
     common = {**_common(shape, tile, cut), **_outputs(shape, cut)}
-    return {**common, "PART": cut.part, "KP": triton.next_power_of_2(common["K"])}
+    return {**common, "PART": cut.part, "KP": power_of_two(common["K"])}
 
 
+@cache
 def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the shrink of blocks."""
     rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
     return {**_common(shape, tile, cut), **rows, "PREFETCH": cut.prefetch_in_shrink and _align(shape) == 8}
 
 
+@cache
 def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the expand of blocks."""
     outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
@@ -92,7 +97,7 @@ def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = IN
 
 
 def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
-    parts = triton.cdiv(shape.in_features, cut.part)
+    parts = divide_up(shape.in_features, cut.part)
     return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": _align(shape)}
 
 
@@ -103,7 +108,7 @@ def _align(shape: GroupShape) -> int:
 
 def _outputs(shape: GroupShape, cut: Cut, side_by_side: int = 1) -> Constants:
     n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
-    tiles = sum(triton.cdiv(n, cut.outputs * side_by_side) for n in shape.out_features)
+    tiles = sum(divide_up(n, cut.outputs * side_by_side) for n in shape.out_features)
     return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
 
 
@@ -135,7 +140,7 @@ def sgmv(
         blocks = work.blocks_B4.shape[0]
         cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device))
     rows, ranks = work.tile
-    parts = triton.cdiv(shape.in_features, cut.part)
+    parts = divide_up(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
     partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)
     if rows == 1:
@@ -198,7 +203,8 @@ def expand(
 ) -> None:
     """The second: adds what ``partial`` gives to ``y_TO``."""
     constants = expand_constants(shape, work.tile, cut)
-    constants["PREFETCH"] &= y_TO.data_ptr() % 16 == 0 and y_TO.stride(0) * y_TO.element_size() % 16 == 0
+    if constants["PREFETCH"] and (y_TO.data_ptr() % 16 or y_TO.stride(0) * y_TO.element_size() % 16):
+        constants = {**constants, "PREFETCH": False}
     grid = (work.blocks_B4.shape[0] * constants["TILES"],)
     lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
     options = {"num_warps": cut.warps, **launch_options(y_TO.device)}

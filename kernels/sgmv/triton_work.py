@@ -26,12 +26,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from stencilpress.kernels.sgmv.mailboxes import Mailboxes
 from stencilpress.kernels.sgmv.triton_rows import COUNTER_WORDS
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import divide_up, launch_options
 
 _HEAD, _BLOCK, _ITEM = 4, 4, 4
 """int32 words of the list's head, of a block and of an item."""
 _ENTRIES_AT_ONCE = 16
 _MOST_TILES = 512
+FEW_ROWS = 8
+"""Rows of an adapter from which on blocks of several are faster than rows one by one."""
 
 
 class Tile(NamedTuple):
@@ -62,8 +64,14 @@ def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
     rows = sum(s.rows for s in segments) / max(1, len(segments))
     ranks = sum(s.rank for s in segments) / max(1, len(segments))
     if rows < 24:
-        return Tile(1 if rows < 8 else 16, 16)
+        return Tile(1 if rows < FEW_ROWS else 16, 16)
     return Tile(64, 16 if ranks < 24 else 64)
+
+
+def apart(segments: Sequence[AdapterRows]) -> tuple[list[AdapterRows], list[AdapterRows]]:
+    """Segments of many rows, and those of few: in a step of prompts and decodes one tile does not suit both."""
+    many = [segment for segment in segments if segment.rows >= FEW_ROWS]
+    return many, [segment for segment in segments if segment.rows < FEW_ROWS]
 
 
 class WorkPlan(NamedTuple):
@@ -242,7 +250,7 @@ def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
     if not pool.is_contiguous() or pool.dim() != 1:
         raise ValueError("the pool must be flat and contiguous")
     num_entries = work.entries_EW4.shape[0]
-    grid = (min(work.max_items, 1024), triton.cdiv(num_entries, _ENTRIES_AT_ONCE))
+    grid = (min(work.max_items, 1024), divide_up(num_entries, _ENTRIES_AT_ONCE))
     resolve_kernel[grid](
         pool.view(torch.int64),
         work.counts_4,
