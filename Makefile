@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Another package index for torch alone, for instance one that serves CPU or CUDA builds.
 TORCH_INDEX ?=
-# For the tests where torch brings none: its interpreter and compiler need no GPU.
+# For the tests where torch brings none: Triton's interpreter and both compilers need no GPU.
 TRITON := triton==3.6.0
+NVRTC := cuda-bindings==13.5.0 nvidia-cuda-nvrtc==13.5.37
 T ?=
 # Processes that share the tests, file by file.
 WORKERS ?= 2
@@ -27,6 +28,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: $(VENV)/.serve
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -c constraints.txt $(TRITON)
+	@$(BIN)/python -c 'import cuda.bindings.nvrtc' 2>/dev/null || $(PIP) install -c constraints.txt $(NVRTC)
 	$(PIP) install -c constraints.txt -e '.[test]'
 	@touch $@
 

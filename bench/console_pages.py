@@ -30,7 +30,7 @@ PATHS = (
     "/console/t/{tenant}/adapters",
     "/console/t/{tenant}/adapters/{adapter}",
     "/console/t/{tenant}/adapters/{adapter}/versions/1",
-    "/console/t/{tenant}/usage?days=90",
+    "/console/t/{tenant}/usage?range=90d",
     "/console/t/{tenant}/keys",
     "/console/t/{tenant}/members",
     "/console/t/{tenant}/settings",

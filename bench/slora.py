@@ -7,6 +7,7 @@ Throughput is completions over the time until all have ended. Only adapters that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +76,7 @@ class Served:
     run: Run
 
 
-def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int) -> list[Result]:
+def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, counts: Sequence[int]) -> list[Result]:
     """The base flat out, the base at the rate, then each number of adapters."""
     spec = bench.base.spec
     trace = make_trace(count, 1, spec.vocab_size)
@@ -85,14 +86,14 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int) -
     rate = OVERLOAD * sustained
     print(f"the base sustains {sustained:.2f} requests a second; {count} come at {rate:.2f}", flush=True)
     served: list[Served] = []
-    for adapters in (0, *COUNTS):
+    for adapters in (0, *counts):
         least = served[1].run if len(served) > 1 else None
         served.append(measure_count(bench, engine, images, make_trace(count, max(1, adapters), spec.vocab_size),
                                     adapters, rate, least))  # fmt: skip
     results = [one.result for one in served]
     print(
-        f"{COUNTS[-1]} adapters have {results[-1].value / results[1].value:.3f} of five's throughput, goal {GOAL}; "
-        f"reading their weights leaves {(results[-1].floor or 0) / results[1].value:.3f} at most",
+        f"{counts[-1]} adapters have {results[-1].value / results[1].value:.3f} of {counts[0]}'s throughput, "
+        f"goal {GOAL}; reading their weights leaves {(results[-1].floor or 0) / results[1].value:.3f} at most",
         flush=True,
     )
     return results
@@ -140,12 +141,13 @@ def main(arguments: list[str]) -> int:
     """Measure all numbers of adapters in one engine."""
     parser = gpu_parser("slora")
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--adapters", type=int, nargs="+", default=COUNTS, help="numbers of adapters, ascending")
     options = parser.parse_args(arguments)
     bench = gpu_bench("slora", options)
-    drawn = {a: None for n in COUNTS for a in make_trace(options.requests, n, 2).adapters}
+    drawn = {a: None for n in options.adapters for a in make_trace(options.requests, n, 2).adapters}
     images = RandomImages(bench.base.spec, [*PROBES, *map(kind_of, drawn)], torch.device("cuda"))
     engine = proved_engine(bench.base, images, Serving(max_model_len=2 * LENGTHS[1], max_loras=256))
-    results = measure(bench, engine, images, options.requests)
+    results = measure(bench, engine, images, options.requests, options.adapters)
     engine.close()
     if options.record:
         record(results, ("torch", "triton"))

@@ -32,7 +32,7 @@ from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
-from stencilpress.gateway.engine_view import EngineView
+from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.keeper import keeper_of
@@ -160,7 +160,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         changes = Changes(db)
         await stack.enter_async_context(changes.following())
         base = BaseNames.of(names)
-        view = EngineView(engine, db)
+        view = EngineReader(engine, db)
         await stack.enter_async_context(sampling(settings, db, view))
         keeper = keeper_of(settings, db, engine, changes, base)
         await stack.enter_async_context(keeper.following())

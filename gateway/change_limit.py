@@ -14,6 +14,9 @@ WINDOW_S = 60.0
 TRIAL_COST = 120
 """Of a test notification: ten a minute, lest the server be somebody's way to flood an address."""
 
+INVITATION_COST = 60
+"""Of an invitation: twenty a minute, since each tells whether somebody has an account, of this tenant or another."""
+
 
 class ChangeLimit:
     """Counts by tenant within one window for all, so that it holds no more than who has asked in the last minute."""
@@ -33,7 +36,10 @@ class ChangeLimit:
             self._ends_at = now + WINDOW_S
         count = self._counts.get(tenant_id, 0) + cost
         if count > MAX_CHANGES:
-            text = f"More than {MAX_CHANGES} changes a minute; a test notification counts as {TRIAL_COST}."
+            text = (
+                f"More than {MAX_CHANGES} changes a minute; a test notification counts as {TRIAL_COST}, "
+                f"an invitation as {INVITATION_COST}."
+            )
             wait_ms = max(1, int(1000 * (self._ends_at - now)))
             raise RateLimitError(text, dimension="changes_per_minute", retry_ms=wait_ms)
         self._counts[tenant_id] = count

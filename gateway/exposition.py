@@ -118,7 +118,8 @@ def _engines(engines: Sequence[Stats | None]) -> Iterator[Metric]:
     kinds = [(GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)]
     for kind, texts in kinds:
         for field, text in texts.items():
-            metric = kind(f"stencilpress_engine_{field}", text, labels=["engine"])
+            name = field.removesuffix("_total")  # which Prometheus keeps for counters, and adds to them
+            metric = kind(f"stencilpress_engine_{name}", text, labels=["engine"])
             for number, stats in enumerate(engines, 1):
                 if stats is not None:
                     metric.add_metric([str(number)], getattr(stats, field))

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from stencilpress.gateway.engine_view import EngineView
+from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.live_counts import LiveSlice
 from stencilpress.gateway.live_picture import EVERYBODY, LivePicture, Sampler
@@ -65,7 +65,7 @@ class LiveFeed:
 
     def __init__(
         self,
-        view: EngineView,
+        view: EngineReader,
         ask: Callable[[], Awaitable[Sequence[LiveSlice]]],
         gateways: int = 1,
         interval_s: float = INTERVAL_S,
@@ -148,7 +148,7 @@ class LiveFeed:
                 listener.tell(encoded)
 
 
-def live_feed(settings: GatewaySettings, metrics: Metrics, view: EngineView) -> LiveFeed:
+def live_feed(settings: GatewaySettings, metrics: Metrics, view: EngineReader) -> LiveFeed:
     """Over all gateways of this server."""
     names = settings.peers.split(",")
 

@@ -10,9 +10,9 @@ from datetime import datetime
 import msgspec
 
 from stencilpress.engine.messages import Stats
-from stencilpress.gateway.engine_view import EngineNow
+from stencilpress.gateway.engine_reader import EngineNow
 from stencilpress.gateway.live_counts import LiveSlice, LiveTenant
-from stencilpress.gateway.usage.engine_sums import NOTHING
+from stencilpress.gateway.usage.engine_sums import GAUGES, NOTHING
 from stencilpress.gateway.usage.histogram import Counts, add, quantiles
 
 LATENCY_PICTURES = 15
@@ -175,15 +175,5 @@ def _mean(before: Mapping[int, int], now: Mapping[int, int]) -> float | None:
     return round(total / steps, 2) if steps > 0 else None
 
 
-_GAUGES = (
-    "running",
-    "waiting",
-    "pages_total",
-    "pages_free",
-    "pages_kv",
-    "pages_cached",
-    "pages_adapter",
-    "adapters_hbm",
-    "adapters_host",
-    "max_loras",
-)
+_GAUGES = (*(name for name in GAUGES if name != "adapter_host_bytes"), "max_loras")
+"""What a picture shows of an engine as it is."""

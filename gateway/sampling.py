@@ -15,7 +15,7 @@ from stencilpress.engine.messages import Stats
 from stencilpress.gateway.catalog.engine_samples import Sampled, add_engine_samples
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.engine_view import EngineNow, EngineView
+from stencilpress.gateway.engine_reader import EngineNow, EngineReader
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.usage.engine_sums import NOTHING, EngineSum
@@ -40,7 +40,7 @@ def server_name(settings: GatewaySettings) -> str:
 class EngineSampler:
     """Asks, adds up by minute, writes. What is not written yet is lost with a process that is killed."""
 
-    def __init__(self, view: EngineView, db: Database, server: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, view: EngineReader, db: Database, server: str, clock: Callable[[], float] = time.time) -> None:
         self._view = view
         self._db = db
         self._server = server
@@ -95,7 +95,7 @@ class EngineSampler:
 
 
 @asynccontextmanager
-async def sampling(settings: GatewaySettings, db: Database, view: EngineView) -> AsyncIterator[None]:
+async def sampling(settings: GatewaySettings, db: Database, view: EngineReader) -> AsyncIterator[None]:
     """Sample in the background while the block runs, if no other gateway of this server does."""
     server = server_name(settings)
     sampler = EngineSampler(view, db, server)

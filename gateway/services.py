@@ -17,7 +17,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.change_limit import ChangeLimit
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
-from stencilpress.gateway.engine_view import EngineView
+from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import Keeper
 from stencilpress.gateway.keys import KeyRing
@@ -45,7 +45,7 @@ class Services:
     keys: KeyRing
     router: Router
     engine: Engines
-    view: EngineView
+    view: EngineReader
     live: LiveFeed
     keeper: Keeper
     tokenizer: ModelTokenizer

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for real GPUs on a machine that has none.
+"""Compile every Triton kernel for real GPUs on a machine that has none; those in CUDA C++ too, where NVRTC is.
 
 ``python -m stencilpress.kernels.compile [80 90]``
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import run
@@ -23,11 +23,13 @@ from triton.compiler import ASTSource
 from stencilpress.kernels.argmax.triton_argmax import parts_kernel, pick_kernel
 from stencilpress.kernels.attention.triton_decode import join_kernel, split_kernel
 from stencilpress.kernels.attention.triton_prefill import prefill_kernel
+from stencilpress.kernels.cuda_launch import CudaKernel, machine_code
 from stencilpress.kernels.draw.triton_wide import wide_kernel
 from stencilpress.kernels.linear.triton_linear import Cut as LinearCut
 from stencilpress.kernels.linear.triton_linear import linear_constants, linear_kernel
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm_kernel
 from stencilpress.kernels.rope.triton_rope import rope_kernel
+from stencilpress.kernels.sgmv.cuda_sgmv import EXPAND_KERNELS, ROWS_KERNEL
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
@@ -41,6 +43,7 @@ from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
+CUDA_KERNELS = (ROWS_KERNEL, *EXPAND_KERNELS.values())
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
@@ -54,7 +57,7 @@ class Case:
     name: str
     kernel: Any
     types: str
-    constants: dict[str, Any]
+    constants: Mapping[str, Any]
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
 
 
@@ -105,15 +108,20 @@ def cases(capability: int) -> Iterator[Case]:
     heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
     for splits, out in ((1, "*bf16"), (8, "*fp32")):
         types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
-        yield Case(f"decode-{splits}", split_kernel, types, {**heads, "M": 16, "SPLITS": splits}, {"num_warps": 4})
+        constants = {**heads, "M": 16, "SPLITS": splits, "FOR_NEXT": False}
+        yield Case(f"decode-{splits}", split_kernel, types, constants, {"num_warps": 4})
     types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
-    narrow = {**heads, "N": 32, "M": 16, "SPLITS": 1}
-    yield Case("decode-many", split_kernel, types, narrow, {"num_warps": 1, "num_stages": 2})
+    for for_next in (False, True):
+        constants = {**heads, "N": 32, "M": 16, "SPLITS": 1, "FOR_NEXT": for_next}
+        name = f"decode-many-{for_next}"
+        yield Case(name, split_kernel, types, constants, {"num_warps": 1, "num_stages": 2})
     yield Case(
         "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
     )
     types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
-    yield Case("prefill", prefill_kernel, types, {**heads, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    for done in (False, True):
+        constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
+        yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     for residual in (False, True):
         constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
         name = "rms-norm-residual" if residual else "rms-norm"
@@ -124,9 +132,11 @@ def cases(capability: int) -> Iterator[Case]:
         yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
     half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
     types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
-    yield Case("decode-fp16-64", split_kernel, types, {**half, "M": 16, "SPLITS": 1}, {"num_warps": 4})
+    constants = {**half, "M": 16, "SPLITS": 1, "FOR_NEXT": False}
+    yield Case("decode-fp16-64", split_kernel, types, constants, {"num_warps": 4})
     types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
-    yield Case("prefill-fp16-64", prefill_kernel, types, {**half, "M": 128, "N": 32}, {"num_warps": 4, "num_stages": 5})
+    constants = {**half, "M": 128, "N": 32, "Q_DONE": False}
+    yield Case("prefill-fp16-64", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
     constants = {"V": 128256, "BLOCK": 4096}
     yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
     yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
@@ -176,6 +186,25 @@ def faults(compiled: Compiled) -> list[str]:
     return found
 
 
+def compile_cuda(kernel: CudaKernel) -> tuple[int, int]:
+    """Registers a thread and stack bytes of a kernel in CUDA C++, for Hopper. Raises ImportError without NVRTC."""
+    return _resources(machine_code(kernel, (9, 0)))
+
+
+def _cuda_failures() -> int:
+    failures = 0
+    for kernel in CUDA_KERNELS:
+        try:
+            registers, stack = compile_cuda(kernel)
+        except ImportError as error:
+            sys.stdout.write(f"kernels in CUDA C++ were left out: {error}\n")
+            return 0
+        failures += stack > 0
+        name = " ".join((kernel.source.name, *(f"{key}={value}" for key, value in kernel.constants)))
+        sys.stdout.write(f"sm_90 {name}: {registers} registers {f'; {stack} bytes of stack' if stack else ''}\n")
+    return failures
+
+
 def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
     """Compile all cases for each capability; the exit status says whether one failed."""
     failures = 0
@@ -186,6 +215,8 @@ def main(capabilities: Sequence[int] = CAPABILITIES) -> int:
             failures += bool(wrong)
             size = f"{compiled.registers:4d} registers {compiled.shared_bytes:7d} bytes shared"
             sys.stdout.write(f"sm_{capability} {case.name:28s} {size} {'; '.join(wrong)}\n")
+    if 90 in capabilities:
+        failures += _cuda_failures()
     return int(failures > 0)
 
 

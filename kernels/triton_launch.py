@@ -29,11 +29,26 @@ def hopper(device: torch.device) -> bool:
     return _generation(device) == 9
 
 
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start while its predecessor runs: on Hopper and later."""
+    return _generation(device) >= 9
+
+
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments for a kernel that takes ``PDL``."""
-    if _generation(device) >= 9:
+    if dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def divide_up(number: int, by: int) -> int:
+    """The quotient rounded up. Triton's own takes as long as a launch, on the host."""
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two at or above a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 @cache

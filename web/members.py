@@ -12,6 +12,7 @@ from stencilpress.gateway.access import Permission, Role
 from stencilpress.gateway.accounts.links import invite, reset_link
 from stencilpress.gateway.catalog.account_models import MAX_EMAIL_CHARS
 from stencilpress.gateway.catalog.users import User, change_role, disable_user, enable_user, list_users
+from stencilpress.gateway.change_limit import INVITATION_COST
 from stencilpress.gateway.errors import ApiError, ConflictError
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.console import PREFIX, of_tenant
@@ -47,6 +48,8 @@ async def invite_member(request: web.Request) -> web.StreamResponse:
     form, services = await read_form(request), request.app[SERVICES]
     try:
         body = to_struct(form, Invitation)
+        visitor = visitor_of(request)
+        services.change_limit.admit(visitor.tenant_id, visitor.role, INVITATION_COST)
         user, path = await invite(services.db, tenant_of(request).name, body.email, body.role, actor=actor_of(request))
     except ApiError as error:
         return await _list(request, error=error, form=shown_again(form))

@@ -19,34 +19,36 @@ from stencilpress.web.console import PREFIX
 from stencilpress.web.page import page, render, tenant_of
 from stencilpress.web.panels import Chart, line
 
-SPANS = (7, 30, 90)
+RANGES = {"7d": 7, "30d": 30, "90d": 90}
+"""What may be shown: how many days, today included."""
+DEFAULT = "30d"
 LAST_REQUESTS = 20
 _SUMS = ("requests", "failures", "prompt_tokens", "cached_tokens", "completion_tokens", "undelivered_tokens")
 
 
 @page(Permission.READ)
 async def show_usage(request: web.Request) -> web.StreamResponse:
-    tenant, shown_days = tenant_of(request).name, _days(request)
+    tenant, shown = tenant_of(request).name, _range(request)
     today = datetime.now(UTC).date()
-    span = {"first": today - timedelta(days=shown_days - 1), "last": today}
+    span = {"first": today - timedelta(days=RANGES[shown] - 1), "last": today}
     days: DaysView = await ask(request, usage.list_usage_days, tenant=tenant, query=span)
     if request.query.get("format") == "csv":
         return csv_response(days.table())
-    start = datetime(today.year, today.month, today.day, tzinfo=UTC) - timedelta(days=shown_days - 1)
+    start = datetime(today.year, today.month, today.day, tzinfo=UTC) - timedelta(days=RANGES[shown] - 1)
     query: dict[str, Any] = {"start": start, "end": datetime.now(UTC), "after": request.query.get("after", "")}
     adapters: Page[UsageView] = await ask(request, usage.list_usage, tenant=tenant, query=query)
     last: Page[RequestView] = await ask(
         request, usage.list_tenant_requests, tenant=tenant, query={"limit": LAST_REQUESTS}
     )
-    more = None if adapters.next is None else "?" + urlencode({"days": shown_days, "after": adapters.next})
+    more = None if adapters.next is None else "?" + urlencode({"range": shown, "after": adapters.next})
     return render(
         request,
         "tenants/usage.html",
         title="Usage",
         section="usage",
         tenant=tenant,
-        spans=SPANS,
-        shown_days=shown_days,
+        ranges=RANGES,
+        shown=shown,
         total={name: sum(getattr(one, name) for one in days.data) for name in _SUMS},
         days=days.data,
         chart=_chart(days.data),
@@ -56,11 +58,11 @@ async def show_usage(request: web.Request) -> web.StreamResponse:
     )
 
 
-def _days(request: web.Request) -> int:
-    text = request.query.get("days", "30")
-    if text not in map(str, SPANS):
-        raise InvalidRequestError(f"days: is not one of {', '.join(map(str, SPANS))}", param="days")
-    return int(text)
+def _range(request: web.Request) -> str:
+    text = request.query.get("range", DEFAULT)
+    if text not in RANGES:
+        raise InvalidRequestError(f"range: is not one of {', '.join(RANGES)}", param="range")
+    return text
 
 
 def _chart(days: list[DayView]) -> Chart:

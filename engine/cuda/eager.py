@@ -1,4 +1,4 @@
-"""Steps with prompts in them, launched kernel by kernel: their shapes differ from step to step."""
+"""Any step, launched kernel by kernel: steps with prompts whose shapes no graph has (``prompt_graphs``)."""
 
 # T rows, X hidden size, N rows that are drawn from, V vocabulary
 
@@ -15,12 +15,14 @@ from stencilpress.engine.cuda.inputs import Inputs
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, Adapted, DeviceRows, TritonDecoder
 from stencilpress.kernels.attention.triton_decode import choose_splits
-from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, choose_tile, list_words, plan_work
+from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, apart, choose_tile, list_words, plan_work
 
 PAGE_STEP = 16
 """Widths of page tables are multiples of this: kernels are compiled for strides that are."""
-TILES = (Tile(16, 16), Tile(64, 16), Tile(64, 64))
-"""What :func:`choose_tile` may give for prompts."""
+TILES = (Tile(1, 16), Tile(16, 16), Tile(64, 16), Tile(64, 64))
+"""What :func:`choose_tile` may give."""
+WARM_ROWS = 64
+"""More than those for which our own products are faster, which come before other kernels."""
 
 
 class EagerSteps:
@@ -38,23 +40,20 @@ class EagerSteps:
     def logits(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Logits of the rows that draw (N, V), in the order of ``rows.draws``, and their seats (N,) on the device."""
         target, draw_rows, draw_seats = self._sent(rows)
-        x_TX, residual_TX = self._decoder.forward(target)
-        if not len(draw_rows):
-            return x_TX.new_empty(0, self._decoder.spec.vocab_size), draw_seats
-        x_NX, residual_NX = x_TX.index_select(0, draw_rows), residual_TX.index_select(0, draw_rows)
-        return self._decoder.logits(x_NX, residual_NX), draw_seats
+        return drawn_logits(self._decoder, *self._decoder.forward(target), draw_rows), draw_seats
 
     def warm(self) -> None:
         """Compile what :meth:`logits` launches, by steps that change nothing."""
-        idle = np.zeros(16, dtype=np.int32)
+        idle = np.zeros(WARM_ROWS, dtype=np.int32)
         for tile, (blocks, factor) in product(TILES, ((8, 1), (8, 2), (16, 1), (16, 2), (128, 1))):
             self._inputs.begin()
-            tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:8]))
-            slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle.reshape(1, -1))
+            decodes = 8 * (blocks % 16 == 0)  # also none
+            tokens, positions, lengths = (self._inputs.put(values) for values in (idle, idle, idle[:decodes]))
+            slots, pages = self._inputs.put(idle - np.int32(1)), self._inputs.put(idle[:PAGE_STEP].reshape(1, -1))
             pieces, list_N = self._inputs.put(idle[:4].reshape(1, 4)), self._list(blocks, factor * blocks)
             self._inputs.send()
             work = SgmvWork.over(list_N, tile, blocks, factor * blocks, self._decoder.entries)
-            adapted = Adapted(work, ALL_GROUPS)
+            adapted = Adapted((work,), ALL_GROUPS)
             rows = DeviceRows(tokens, positions, slots, lengths, pages.expand(8, -1), 1, pieces, adapted)
             x_TX, residual_TX = self._decoder.forward(rows)
             self._decoder.logits(x_TX, residual_TX)
@@ -69,10 +68,9 @@ class EagerSteps:
         list_N = torch.zeros(list_words(blocks, items), dtype=torch.int32, device=device)
         work = SgmvWork.over(list_N, Tile(64, 16), blocks, items, self._decoder.entries)
         rows = DeviceRows(
-            zeros_T, zeros_T, zeros_T - 1, zeros_T[:0], zeros_T.view(-1, 1), 1, None, Adapted(work, ALL_GROUPS)
+            zeros_T, zeros_T, zeros_T - 1, zeros_T[:0], zeros_T.view(-1, 1), 1, None, Adapted((work,), ALL_GROUPS)
         )
-        x_TX, residual_TX = self._decoder.forward(rows)
-        return self._decoder.logits(x_TX.index_select(0, zeros_N), residual_TX.index_select(0, zeros_N))
+        return drawn_logits(self._decoder, *self._decoder.forward(rows), zeros_N)
 
     def _list(self, blocks: int, items: int) -> Tensor:
         host, device = self._inputs.reserve(list_words(blocks, items))
@@ -98,18 +96,28 @@ class EagerSteps:
         return DeviceRows(tokens, positions, slots, lengths, pages, splits, some, adapted), draw_rows, draw_seats
 
     def _adapted(self, rows: StepRows) -> Adapted:
-        plan = plan_work(rows.adapters, choose_tile(rows.adapters))
-        blocks, items = _capacity(len(plan.blocks_B4)), _capacity(len(plan.items_W4))
+        return Adapted(tuple(self._work(part) for part in apart(rows.adapters) if part), rows.groups)
+
+    def _work(self, segments: list[AdapterRows]) -> SgmvWork:
+        plan = plan_work(segments, choose_tile(segments))
+        blocks, items = (_capacity(plan.tile, len(part)) for part in (plan.blocks_B4, plan.items_W4))
         host, list_N = self._inputs.reserve(list_words(blocks, items))
         work = SgmvWork.over(list_N, plan.tile, blocks, items, self._decoder.entries)
         work.pack(plan, host)
-        return Adapted(work, rows.groups)
+        return work
+
+
+def drawn_logits(decoder: TritonDecoder, x_TX: Tensor, residual_TX: Tensor, rows_N: Tensor) -> Tensor:
+    """Logits (N, V) of some rows of a forward's results."""
+    if not len(rows_N):
+        return x_TX.new_empty(0, decoder.spec.vocab_size)
+    return decoder.logits(x_TX.index_select(0, rows_N), residual_TX.index_select(0, rows_N))
 
 
 def _up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def _capacity(count: int) -> int:
+def _capacity(tile: Tile, count: int) -> int:
     """Few capacities, since kernels are compiled for a size's divisors; those of fewer than 16 blocks are apart."""
-    return 8 if count <= 8 else _up(count, 16)
+    return 8 if count <= 8 and tile.rows > 1 else _up(count, 16)

@@ -80,7 +80,8 @@ class _Graph:
 
 class DecodeGraphs:
     """Runs decode steps of up to ``largest`` rows. After :meth:`run`, ``tokens_B`` has the rows' most likely tokens
-    (negative where logits are not finite) and ``logits_BV`` their logits, until the next run."""
+    (negative where logits are not finite) and ``logits_BV`` their logits, until the next run. ``memory`` is what its
+    graphs compute in; whatever replays on the same stream may share it."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class DecodeGraphs:
         )
         self._graphs: dict[Variant, _Graph] = {}
         self._missed: Counter[Variant] = Counter()
-        self._memory = None if device.type != "cuda" else torch.cuda.graph_pool_handle()
+        self.memory = None if device.type != "cuda" else torch.cuda.graph_pool_handle()
 
     @property
     def largest(self) -> int:
@@ -180,7 +181,7 @@ class DecodeGraphs:
         with self._products.fastest(size):
             self._compute(graph, self._decoder)
         self._missed[variant] += 1
-        if self._memory is not None and self._missed[variant] == CAPTURED_AT:
+        if self.memory is not None and self._missed[variant] == CAPTURED_AT:
             self._graphs[variant] = self._captured(graph)
 
     def _variant(self, size: int, longest: int, adapting: Adapting | None) -> Variant:
@@ -213,7 +214,7 @@ class DecodeGraphs:
             host[:count] = values
             host[count:] = idle
         if target.adapted is not None and plan is not None:
-            work = target.adapted.work
+            (work,) = target.adapted.works
             host, _ = inputs.reserve(len(work.list_N))
             work.pack(plan, host)
         pages_SP = inputs.put(rows.pages_SP)
@@ -230,7 +231,7 @@ class DecodeGraphs:
             kind = variant.adapting
             blocks, items = kind.blocks(size), kind.items(size)
             list_N = words[5 * stride : 5 * stride + list_words(blocks, items)]
-            adapted = Adapted(self._scratch.within(list_N, kind.tile, blocks, items), kind.groups)
+            adapted = Adapted((self._scratch.within(list_N, kind.tile, blocks, items),), kind.groups)
         tables = self._tables_BP[:size]
         return _Graph(None, DeviceRows(tokens, positions, slots, lengths, tables, variant.splits, None, adapted), seats)
 
@@ -245,7 +246,7 @@ class DecodeGraphs:
         """Record the graph. Nothing runs, and nothing may compile: its kernels must have run before."""
         graph = torch.cuda.CUDAGraph()
         with self._products.fastest(len(views.seats_B)):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
             self._compute(views, self._decoder)
             graph.capture_end()
         return replace(views, graph=graph)
@@ -264,4 +265,5 @@ def _idle(rows: DeviceRows) -> None:
         words.zero_()
     rows.slots_T.fill_(-1)
     if rows.adapted is not None:
-        rows.adapted.work.list_N.zero_()
+        for work in rows.adapted.works:
+            work.list_N.zero_()

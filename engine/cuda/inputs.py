@@ -33,6 +33,10 @@ class Inputs:
         self._buffers.reverse()
         self._arrays.reverse()
 
+    def again(self) -> None:
+        """Start over in the same buffer: what was written and sent stays."""
+        self._used = 0
+
     def reserve(self, words: int) -> tuple[Int32, Tensor]:
         """The next ``words`` words, on the host to write and on the device to read."""
         start = self._used
@@ -57,8 +61,8 @@ def aligned(words: int) -> int:
 
 def most_words(*, tokens: int, seats: int, max_pages: int, max_rank: int, heads_per_kv_head: int) -> int:
     """What the largest step may take: its rows, page tables, pieces of prompts and work list."""
-    tokens = max(tokens, seats) + 64
+    tokens, seats = max(tokens, seats) + 64, max(seats, 64)
     pieces = tokens // rows_of_piece(heads_per_kv_head) + seats
-    blocks = tokens + 16
+    blocks = tokens + 128
     items = (blocks << (-(-max_rank // 16) - 1).bit_length()) + 16
     return 3 * tokens + 4 * seats + seats * (max_pages + 16) + 4 * pieces + 4 * blocks + 8 * items + 64 * ALIGN_WORDS

@@ -6,7 +6,8 @@ at 256.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,7 @@ class Products:
         self._layers = weights.layers[:LAYERS]
         self._embedding = weights.embedding
         self._fastest: dict[int, str] = {}
+        self._ms: dict[int, float] = {}
 
     @contextmanager
     def fastest(self, rows: int) -> Iterator[None]:
@@ -35,12 +37,27 @@ class Products:
         if self._embedding.device.type != "cuda":
             yield
             return
-        if rows not in self._fastest:
-            self._fastest[rows] = min(INTERFACES, key=lambda name: self._elapsed_ms(name, rows))
+        self._measure(rows)
         torch.backends.cuda.preferred_blas_library(self._fastest[rows])
         try:
             yield
         finally:
+            torch.backends.cuda.preferred_blas_library("default")
+
+    def worthwhile(self, sizes: Sequence[int]) -> list[int]:
+        """Those of ascending numbers of rows whose products are faster than those of any larger one."""
+        if self._embedding.device.type != "cuda":
+            return list(sizes)
+        for rows in sizes:
+            self._measure(rows)
+        ms = [self._ms[rows] for rows in sizes]
+        return [rows for n, rows in enumerate(sizes) if ms[n] < min(ms[n + 1 :], default=math.inf)]
+
+    def _measure(self, rows: int) -> None:
+        if rows not in self._fastest:
+            elapsed_ms = {name: self._elapsed_ms(name, rows) for name in INTERFACES}
+            self._fastest[rows] = min(INTERFACES, key=elapsed_ms.__getitem__)
+            self._ms[rows] = elapsed_ms[self._fastest[rows]]
             torch.backends.cuda.preferred_blas_library("default")
 
     def _elapsed_ms(self, name: str, rows: int) -> float:

@@ -15,6 +15,7 @@ from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.graphs import DecodeGraphs
 from stencilpress.engine.cuda.inputs import Inputs, most_words
 from stencilpress.engine.cuda.products import Products
+from stencilpress.engine.cuda.prompt_graphs import PromptGraphs
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.memory import PoolMemory
@@ -72,15 +73,19 @@ class CudaRunner:
         )
         self._feedback = Feedback(limits.seats, device)
         self._eager = EagerSteps(decoder, inputs, self._feedback)
+        products = Products(spec, weights)
         self._graphs = DecodeGraphs(
             decoder,
             inputs,
             self._feedback,
-            Products(spec, weights),
+            products,
             seats=limits.seats,
             max_model_len=limits.max_model_len,
             max_pages=max_pages,
             max_rank=max_lora_rank,
+        )
+        self._prompts = PromptGraphs(
+            decoder, inputs, self._feedback, products, self._graphs.memory, limits, max_rank=max_lora_rank
         )
         pinned = self._stream is not None
         self._ids = [torch.zeros(limits.seats, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
@@ -95,6 +100,7 @@ class CudaRunner:
             self._compile()
             self._eager.warm()
             self._graphs.warm()
+            self._prompts.warm()
         self._wait()
 
     @torch.inference_mode()
@@ -106,7 +112,7 @@ class CudaRunner:
         with self._own_stream():
             self._compile()
             self._eager.warm()
-            graphs = self._graphs.rehearse()
+            graphs = self._graphs.rehearse() + self._prompts.rehearse()
             draws = [Draw(REHEARSED, [0], 1, n) for n in range(limits.seats)]
             logits_NV = self._eager.largest(limits.max_num_batched_tokens, len(draws), limits.max_loras, self._max_rank)
             draw(logits_NV, [(0, n) for n in range(len(draws))], draws).read()
@@ -116,6 +122,7 @@ class CudaRunner:
         with compiling_only():
             self._eager.warm()
         self._graphs.compile()
+        self._prompts.compile()
 
     def run(self, plan: StepPlan) -> list[Sampled]:
         """Compute a plan. One answer per chunk with a draw, in the plan's order."""
@@ -130,7 +137,7 @@ class CudaRunner:
         rows = self._rows.build(plan, self._adapter)
         with self._own_stream():
             if len(rows.pieces_N4) or len(rows.tokens_T) > self._graphs.largest:
-                logits_NV, seats_N = self._eager.logits(rows)
+                logits_NV, seats_N = self._logits(rows)
                 if not only_best(rows.draws):
                     return self._drawn(logits_NV, rows)
                 tokens_N = torch.empty_like(seats_N)
@@ -152,6 +159,11 @@ class CudaRunner:
             logits_TV = self._eager.every_logit(self._rows.build(plan, self._adapter))
         self._wait()
         return logits_TV
+
+    def _logits(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Of a step with prompts, or of more decodes than graphs take. Interpreted, idle rows only cost time."""
+        found = self._prompts.logits(rows) if self._stream is not None else None
+        return self._eager.logits(rows) if found is None else found
 
     def _drawn(self, logits_NV: Tensor, rows: StepRows) -> Callable[[], list[Sampled]]:
         """Draw by more than the best logit, on the current stream."""

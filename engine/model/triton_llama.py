@@ -36,9 +36,9 @@ ALL_GROUPS = ATTENTION_GROUPS | 1 << GATE_UP | 1 << DOWN
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """Which rows have adapters: a loaded work list, and a bit for each group that they change."""
+    """Which rows have adapters: loaded work lists of rows apart, and a bit for each group that they change."""
 
-    work: SgmvWork
+    works: tuple[SgmvWork, ...]
     groups: int
 
 
@@ -89,13 +89,14 @@ class TritonDecoder:
     def forward(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Run all layers, writing keys and values to the pool. Returns, for :meth:`logits`, two (T, X) that add up to
         the last layer's output."""
-        if rows.adapted is not None:
-            resolve(rows.adapted.work, self.pool)
+        for work in rows.adapted.works if rows.adapted is not None else ():
+            resolve(work, self.pool)
         residual_TX = embedding(rows.tokens_T, self._weights.embedding)
+        mixed_TX = self._mixed(rows, residual_TX)
         x_TX: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             normed_TX = self._norm(x_TX, layer.input_norm, residual_TX)
-            mixed_TX = self._attention(normed_TX, layer, index, rows)
+            self._attention(normed_TX, layer, index, rows, mixed_TX)
             x_TX = self._adapted(layer.o, mixed_TX, rows.adapted, index, OUT)
             normed_TX = self._norm(x_TX, layer.mlp_norm, residual_TX)
             inner = silu_mul(self._adapted(layer.gate_up, normed_TX, rows.adapted, index, GATE_UP))
@@ -112,7 +113,14 @@ class TritonDecoder:
             return rms_norm(residual_TX, weight_X, self.spec.rms_norm_eps)
         return rms_norm(x_TX, weight_X, self.spec.rms_norm_eps, residual_TX)
 
-    def _attention(self, normed_TX: Tensor, layer: LayerWeights, index: int, rows: DeviceRows) -> Tensor:
+    def _mixed(self, rows: DeviceRows, like_TX: Tensor) -> Tensor:
+        """What attention writes, layer after layer. Beside prompts may be idle rows that nothing writes: zeros."""
+        shape = len(rows.tokens_T), self.spec.q_size
+        return like_TX.new_empty(shape) if rows.pieces_N4 is None else like_TX.new_zeros(shape)
+
+    def _attention(
+        self, normed_TX: Tensor, layer: LayerWeights, index: int, rows: DeviceRows, mixed_TX: Tensor
+    ) -> None:
         qkv = self._adapted(layer.qkv, normed_TX, rows.adapted, index, QKV)
         spec, kv, pages = self.spec, self.kv, rows.pages_SP
         norms = None
@@ -122,16 +130,14 @@ class TritonDecoder:
             qkv, spec.num_heads, self.pool, rows.positions_T, rows.slots_T, self._cos, self._sin, index, kv, norms
         )
         q_THD = qkv[:, : spec.q_size].view(len(qkv), spec.num_heads, spec.head_dim)
-        decodes = len(rows.lengths_D)
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        decodes, scale = len(rows.lengths_D), self._scale
+        out_THD = mixed_TX.view(q_THD.shape)
+        beside = rows.pieces_N4 is not None and decodes > 0 and rows.splits == 1
         if decodes:
-            own, tables = slice(decodes), pages[:decodes]
-            decode_attention(
-                q_THD[own], self.pool, tables, rows.lengths_D, index, kv, rows.splits, self._scale, out_THD[own]
-            )
+            q_DHD, out_DHD, lengths, tables = q_THD[:decodes], out_THD[:decodes], rows.lengths_D, pages[:decodes]
+            decode_attention(q_DHD, self.pool, tables, lengths, index, kv, rows.splits, scale, out_DHD, for_next=beside)
         if rows.pieces_N4 is not None:
-            prefill_attention(q_THD, self.pool, pages, rows.pieces_N4, out_THD, index, kv, self._scale)
-        return out_THD.flatten(1)
+            prefill_attention(q_THD, self.pool, pages, rows.pieces_N4, out_THD, index, kv, scale, q_done=beside)
 
     def _adapted(self, linear: Linear, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> Tensor:
         """The base's product and the adapters' share of one (layer, group)."""
@@ -139,7 +145,9 @@ class TritonDecoder:
         y_TO, x_done = self._product(linear, x_TD, for_next=changed)
         if adapted is not None and changed:
             entry = layer * len(self._shapes) + group
-            sgmv(y_TO, x_TD, self.pool, adapted.work, entry, self._shapes[group], x_done=x_done)
+            for work in adapted.works:
+                sgmv(y_TO, x_TD, self.pool, work, entry, self._shapes[group], x_done=x_done)
+                x_done = False
         return y_TO
 
     def _product(self, linear: Linear, x_TD: Tensor, *, for_next: bool = False) -> tuple[Tensor, bool]:

@@ -47,7 +47,7 @@ async def add_version(
 
     The same digest again is the same version; one that was deleted comes back. ``promote`` None points ``prod`` at
     an adapter's first version only; True always, False never; but never past smoke prompts. Uploads of one tenant
-    take turns on its row, so numbers have no gaps. Raises :class:`InvalidRequestError` (name, limits),
+    take turns on its row, and no number is given twice. Raises :class:`InvalidRequestError` (name, limits),
     :class:`ConflictError` for a disabled tenant, a deleted adapter, or the name of one that is shared with the tenant.
     """
     check_adapter_name(name, base)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import Float, Row, Select, cast, func, select, tuple_
+from sqlalchemy import Float, Row, Select, cast, func, null, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog.models import TenantRow, UsageRankRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, floor, stored_sum
 from stencilpress.gateway.errors import InvalidRequestError
-from stencilpress.gateway.usage.histogram import quantiles
+from stencilpress.gateway.usage.histogram import Counts, add, quantiles, unpack
 
 By = Literal["tokens", "requests", "failures", "cold_starts", "hit_rate", "ttft_p99"]
 """``hit_rate`` has the lowest first, everything else the highest."""
@@ -24,8 +25,10 @@ HOURS_SPAN = timedelta(hours=25)
 CANDIDATES = 100
 """For the order by a percentile: those with the most requests."""
 
-Name = tuple[int, str]
-"""A tenant's id and an adapter; "" for the base, and for a tenant as a whole."""
+Name = tuple[int, str | None]
+"""A tenant's id and an adapter; "" for the base, None for a tenant as a whole."""
+RollUp = Any
+"""The table of adapters' roll-ups or that of tenants'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,7 @@ async def top_adapters(db: Database, span: TopSpan, by: By, limit: int, tenant_i
     names = query.order_by(*_order(row, by), row.tenant_id, row.adapter).limit(_wanted(by, limit))
     async with db.read() as session:
         found = [(one.tenant_id, one.adapter) for one in (await session.execute(names)).all()]
-        table = UsageRollupRow
-        rows = _within(select(table.__table__), table, span)
-        stored = (await session.execute(rows.where(tuple_(table.tenant_id, table.adapter).in_(found)))).all()
-        tenants = await _names(session, {tenant for tenant, _ in found})
-    sums = await asyncio.to_thread(_added_up, found, stored, by, limit)
-    return [Top(tenants.get(tenant, ""), adapter, usage) for (tenant, adapter), usage in sums]
+        return await _summed(session, UsageRollupRow, span, found, by, limit)
 
 
 async def top_tenants(db: Database, span: TopSpan, by: By, limit: int) -> list[Top]:
@@ -80,12 +78,31 @@ async def top_tenants(db: Database, span: TopSpan, by: By, limit: int) -> list[T
     query = _within(select(row.tenant_id), row, span).where(row.tenant_id != EVERYBODY).group_by(row.tenant_id)
     ids = query.order_by(*_order(row, by), row.tenant_id).limit(_wanted(by, limit))
     async with db.read() as session:
-        found = [(tenant, "") for tenant in await session.scalars(ids)]
-        rows = _within(select(row.__table__), row, span)
-        stored = (await session.execute(rows.where(row.tenant_id.in_([tenant for tenant, _ in found])))).all()
-        tenants = await _names(session, {tenant for tenant, _ in found})
-    sums = await asyncio.to_thread(_added_up, found, stored, by, limit)
-    return [Top(tenants.get(tenant, ""), None, usage) for (tenant, _), usage in sums]
+        found = [(tenant, None) for tenant in await session.scalars(ids)]
+        return await _summed(session, row, span, found, by, limit)
+
+
+async def _summed(
+    session: AsyncSession, table: RollUp, span: TopSpan, names: Sequence[Name], by: By, limit: int
+) -> list[Top]:
+    """What is shown of those that come first. Of candidates only first tokens are read, of the chosen all."""
+    if by == "ttft_p99":
+        firsts = await session.execute(_of(names, table, span, [table.ttft]))
+        names = await asyncio.to_thread(_slowest, names, firsts.all(), limit)
+    columns = [one for one in table.__table__.c if one.name not in ("period", "starts_at", "tenant_id", "adapter")]
+    rows = (await session.execute(_of(names, table, span, columns))).all()
+    tenants = await _names(session, {tenant for tenant, _ in names})
+    sums = await asyncio.to_thread(_added_up, names, rows)
+    return [Top(tenants.get(tenant, ""), adapter, usage) for (tenant, adapter), usage in sums.items()]
+
+
+def _of(names: Sequence[Name], table: RollUp, span: TopSpan, columns: Sequence[Any]) -> Select[Any]:
+    """Rows of the roll-ups of these adapters or tenants, with their names before ``columns``."""
+    if table is UsageTenantRollupRow:
+        query = select(table.tenant_id, null().label("adapter"), *columns)
+        return _within(query, table, span).where(table.tenant_id.in_([tenant for tenant, _ in names]))
+    query = select(table.tenant_id, table.adapter, *columns)
+    return _within(query, table, span).where(tuple_(table.tenant_id, table.adapter).in_(names))
 
 
 def _within(query: Select[Any], table: Any, span: TopSpan) -> Select[Any]:
@@ -110,11 +127,15 @@ async def _names(session: Any, ids: set[int]) -> dict[int, str]:
     return {one.id: one.name for one in found}
 
 
-def _added_up(names: Sequence[Name], rows: Sequence[Row[Any]], by: By, limit: int) -> list[tuple[Name, UsageSum]]:
+def _slowest(names: Sequence[Name], rows: Sequence[Row[Any]], limit: int) -> list[Name]:
+    counts: dict[Name, Counts] = {name: {} for name in names}
+    for row in rows:
+        add(counts[row.tenant_id, row.adapter], unpack(row.ttft))
+    return sorted(names, key=lambda name: -(quantiles(counts[name], [0.99])[0] or 0.0))[:limit]
+
+
+def _added_up(names: Sequence[Name], rows: Sequence[Row[Any]]) -> dict[Name, UsageSum]:
     sums = {name: UsageSum() for name in names}
     for row in rows:
-        sums[row.tenant_id, getattr(row, "adapter", "")].merge(stored_sum(row))
-    found = list(sums.items())
-    if by == "ttft_p99":
-        found.sort(key=lambda one: -(quantiles(one[1].ttft, [0.99])[0] or 0.0))
-    return found[:limit]
+        sums[row.tenant_id, row.adapter].merge(stored_sum(row))
+    return sums

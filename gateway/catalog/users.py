@@ -77,6 +77,7 @@ def public_id() -> str:
 async def add_user(db: Database, tenant: str, email: str, role: Role, *, actor: Actor = SYSTEM) -> User:
     """A user without a password: a link sets it, or another service signs the person in.
 
+    An address that is taken tells that somebody has an account here, so operators see in the audit log who was told.
     Raises :class:`InvalidRequestError` (email, role), :class:`NotFoundError`, :class:`ConflictError` (email, tenant),
     :class:`PermissionDeniedError` if the role exceeds the actor's.
     """
@@ -91,6 +92,8 @@ async def add_user(db: Database, tenant: str, email: str, role: Role, *, actor: 
             row = new_user(session, owner, kept, role, actor)
             await session.flush()
     except IntegrityError:
+        async with db.write() as session:
+            audit(session, actor, "user.address_taken", Target("user", kept, None))
         raise ConflictError(f"email: {kept!r} belongs to a user already", param="email") from None
     return to_user(row, owner.name)
 

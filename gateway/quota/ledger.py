@@ -8,6 +8,7 @@ neither settled nor renewed expires: it then counts as what it last reported.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.terms import (
@@ -166,8 +167,20 @@ class Ledger:
         month = _turned(self.month, periods.month, None if seeds is None else seeds.month)
         if (quota.tokens_per_day is not None and day is None) or (quota.tokens_per_month is not None and month is None):
             return False
+        self._carry(self.day, day, "day")
+        self._carry(self.month, month, "month")
         self.day, self.month = day, month
         return True
+
+    def _carry(self, old: Budget | None, new: Budget | None, name: Literal["day", "month"]) -> None:
+        """After a change of the time zone running requests are charged to the span in place of theirs: no row tells
+        of them yet."""
+        if old is None or new is None or new is old or old.span.end <= new.span.start:
+            return
+        new.reserved = old.reserved
+        for lease in self.leases.values():
+            if getattr(lease, name) == old.span.start:
+                setattr(lease, name, new.span.start)
 
     def _refusal(self, ask: Ask, now_ms: int) -> tuple[Dimension | None, int, int]:
         """The first dimension without room, when there may be some, and how much is left of it now."""

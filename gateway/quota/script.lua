@@ -115,6 +115,21 @@ local function take(id)
           base = tonumber(base), d = tonumber(day), m = tonumber(month)}
 end
 
+local function carry(old, new)
+  if not old or not new or new == old or old.finish <= new.start then return end
+  new.reserved = old.reserved
+  local at = old.name == 'd' and 5 or 6
+  local fields = redis.call('HGETALL', leases)
+  for i = 1, #fields, 2 do
+    local parts = {}
+    for part in string.gmatch(fields[i + 1], '%d+') do table.insert(parts, part) end
+    if tonumber(parts[at]) == old.start then
+      parts[at] = string.format('%d', new.start)
+      redis.call('HSET', leases, fields[i], table.concat(parts, ' '))
+    end
+  end
+end
+
 local function finish(lease, used)
   if used < lease.tokens then add('t:', lease.bucket, used - lease.tokens) end
   for _, name in ipairs({'d', 'm'}) do
@@ -144,9 +159,12 @@ end
 local function reserve()
   local id, tokens, lease_ms, shadow = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
   local streams, requests, per_minute, per_day, per_month = limit(7), limit(8), limit(9), limit(10), limit(11)
-  local day = turned(load('d'), 'd', tonumber(ARGV[12]), tonumber(ARGV[13]), ARGV[16])
-  local month = turned(load('m'), 'm', tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[17])
+  local old_day, old_month = load('d'), load('m')
+  local day = turned(old_day, 'd', tonumber(ARGV[12]), tonumber(ARGV[13]), ARGV[16])
+  local month = turned(old_month, 'm', tonumber(ARGV[14]), tonumber(ARGV[15]), ARGV[17])
   if (per_day and not day) or (per_month and not month) then return {} end
+  carry(old_day, day)
+  carry(old_month, month)
   for name, budget in pairs({d = day or false, m = month or false}) do
     if budget then save(budget) else redis.call('HDEL', budgets, name) end
   end

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import divide_up, launch_options, power_of_two
 
 _BLOCK = 4096
 
@@ -65,10 +65,10 @@ def best_tokens(x_NV: torch.Tensor, seats_N: torch.Tensor, out_N: torch.Tensor, 
         raise ValueError(f"{tuple(x_NV.shape)} logits, {len(seats_N)} seats and {len(out_N)} tokens do not fit")
     if rows == 0:
         return
-    parts = triton.cdiv(vocabulary, _BLOCK)
+    parts = divide_up(vocabulary, _BLOCK)
     best = torch.empty((rows, parts), dtype=torch.float32, device=x_NV.device)
     token = torch.empty((rows, parts), dtype=torch.int32, device=x_NV.device)
     options = launch_options(x_NV.device)
     parts_kernel[(rows, parts)](x_NV, best, token, x_NV.stride(0), V=vocabulary, BLOCK=_BLOCK, num_warps=4, **options)
-    padded = triton.next_power_of_2(parts)
+    padded = power_of_two(parts)
     pick_kernel[(rows,)](best, token, seats_N, out_N, last_S, P=parts, PP=padded, num_warps=1, **options)

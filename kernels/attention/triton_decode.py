@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stencilpress.kernels.attention.triton_pages import KVLayout, check_pages
-from stencilpress.kernels.triton_launch import INTERPRETED, launch_options, multiprocessors
+from stencilpress.kernels.triton_launch import INTERPRETED, divide_up, launch_options, multiprocessors, power_of_two
 
 _LOG2_E = 1.4426950408889634
 
@@ -46,11 +46,14 @@ def split_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
+    FOR_NEXT: tl.constexpr,
     F32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One run of one sequence for one KV head. Writes the run's normalised output and log2 of its sum."""
-    if PDL:
+    """One run of one sequence for one KV head. Writes the run's normalised output and log2 of its sum. FOR_NEXT: the
+    successor starts only after the wait, so that it may read queries and pages before it waits itself; it may write
+    the rows of sequences of length 0, which are left alone."""
+    if PDL and not FOR_NEXT:
         gdc_launch_dependents()
     split, g, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, d = tl.arange(0, M), tl.arange(0, DP)
@@ -63,6 +66,8 @@ def split_kernel(
     kv_ptr = pool_ptr + layer.to(tl.int64) * (2 * PAGE * G * D) + g * D
     if PDL:
         gdc_wait()
+        if FOR_NEXT:
+            gdc_launch_dependents()
     q_place = s.to(tl.int64) * q_stride + head[:, None] * D + d[None, :]
     q_MD = tl.load(q_ptr + q_place, mask=head_ok[:, None] & (d < D)[None, :], other=0.0)
     peak_M = tl.full((M,), float("-inf"), dtype=tl.float32)
@@ -89,6 +94,8 @@ def split_kernel(
     some = tl.maximum(sum_M, 1e-30)
     row = (s * (G * HEADS) + head).to(tl.int64) * SPLITS + split
     keep = head_ok[:, None] & (d < D)[None, :]
+    if FOR_NEXT:
+        keep = keep & (length > 0)
     out_MD = (acc_MD / some[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row[:, None] * D + d[None, :], out_MD, mask=keep)
     if SPLITS > 1:
@@ -123,8 +130,8 @@ def join_kernel(
 
 def choose_splits(sequences: int, kv_heads: int, max_length: int, device: torch.device) -> int:
     """Enough runs for three programs a multiprocessor, none shorter than 128 tokens."""
-    wanted = triton.cdiv(3 * multiprocessors(device), sequences * kv_heads)
-    return max(1, min(wanted, triton.cdiv(max_length, 128), 64))
+    wanted = divide_up(3 * multiprocessors(device), sequences * kv_heads)
+    return max(1, min(wanted, divide_up(max_length, 128), 64))
 
 
 def choose_load(programs: int, device: torch.device) -> tuple[int, int, int]:
@@ -143,14 +150,19 @@ def decode_attention(
     splits: int,
     scale: float,
     out_SHD: torch.Tensor | None = None,
+    *,
+    for_next: bool = False,
 ) -> torch.Tensor:
-    """Returns (S, H, D) in q's dtype, ``out_SHD`` (packed) if that is given.
+    """Returns (S, H, D) in q's dtype, ``out_SHD`` (packed) if that is given. ``for_next``, of one split: the next
+    kernel may read what this one reads before it waits, and rows of sequences of length 0 are left as they are.
 
     ``q_SHD`` may be a slice of a wider row (its last two strides are packed). ``pages_SP`` int32 page numbers and
     ``lengths_S`` int32 are read on the device; the launch depends on S and ``splits`` alone. Raises ValueError
     where shapes, strides or dtypes do not fit.
     """
     check_pages(q_SHD, pool, pages_SP, kv)
+    if for_next and splits > 1:
+        raise ValueError("the kernel that joins splits comes next")
     if out_SHD is not None and (out_SHD.shape != q_SHD.shape or not out_SHD.is_contiguous()):
         raise ValueError("the output must be packed and of q's shape")
     sequences, heads, dim = q_SHD.shape
@@ -159,7 +171,7 @@ def decode_attention(
     if splits > 1:
         parts = torch.empty((sequences, heads, splits, dim), dtype=torch.float32, device=q_SHD.device)
         sums = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q_SHD.device)
-    per_kv_head, padded = heads // kv.kv_heads, triton.next_power_of_2(dim)
+    per_kv_head, padded = heads // kv.kv_heads, power_of_two(dim)
     options = launch_options(q_SHD.device)
     load, warps, stages = choose_load(splits * kv.kv_heads * sequences, q_SHD.device)
     split_kernel[(splits, kv.kv_heads, sequences)](
@@ -179,15 +191,16 @@ def decode_attention(
         D=dim,
         DP=max(16, padded),
         PAGE=kv.page_tokens,
-        M=max(16, triton.next_power_of_2(per_kv_head)),
+        M=max(16, power_of_two(per_kv_head)),
         N=load,
         SPLITS=splits,
+        FOR_NEXT=for_next,
         F32_DOT=INTERPRETED,
         num_warps=warps,
         num_stages=stages,
         **options,
     )
     if splits > 1:
-        runs = triton.next_power_of_2(splits)
+        runs = power_of_two(splits)
         join_kernel[(sequences * heads,)](parts, sums, out, D=dim, DP=padded, X=splits, XP=runs, num_warps=2, **options)
     return out

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stencilpress.kernels.attention.triton_pages import KVLayout, check_pages
-from stencilpress.kernels.triton_launch import INTERPRETED, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, launch_options, power_of_two
 
 _LOG2_E = 1.4426950408889634
 _PAIRS = 128
@@ -123,10 +123,12 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    Q_DONE: tl.constexpr,
     F32_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One piece for one KV head: first the tokens that all its rows see, then those near the diagonal."""
+    """One piece for one KV head: first the tokens that all its rows see, then those near the diagonal. A piece of no
+    rows costs little. Q_DONE: all that is read was complete before this launch."""
     if PDL:
         gdc_launch_dependents()
     g, piece_ptr = tl.program_id(0), pieces_ptr + 4 * tl.program_id(1)
@@ -138,7 +140,7 @@ def prefill_kernel(
     kv_ptr = pool_ptr + layer.to(tl.int64) * (2 * PAGE * G * D) + g * D
     table_ptr = pages_ptr + sequence.to(tl.int64) * pages_stride
     keep = ok[:, None] & (d < D)[None, :]
-    if PDL:
+    if PDL and not Q_DONE:
         gdc_wait()
     q_place = (row + i).to(tl.int64) * q_stride + head * D
     q_MD = tl.load(q_ptr + q_place[:, None] + d[None, :], mask=keep, other=0.0)
@@ -191,8 +193,10 @@ def prefill_kernel(
         F32_DOT,
     )
     out_place = (row + i).to(tl.int64) * (G * HEADS * D) + head * D
-    out_MD = (acc_MD / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+    out_MD = (acc_MD / tl.maximum(sum_M, 1e-30)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_place[:, None] + d[None, :], out_MD, mask=keep)
+    if PDL and Q_DONE:
+        gdc_wait()
 
 
 def prefill_attention(
@@ -204,8 +208,11 @@ def prefill_attention(
     layer: int,
     kv: KVLayout,
     scale: float,
+    *,
+    q_done: bool = False,
 ) -> None:
-    """Write the rows of all pieces into ``out_THD`` (rows, H, D), packed; other rows stay as they are.
+    """Write the rows of all pieces into ``out_THD`` (rows, H, D), packed; other rows stay as they are. ``q_done``: the
+    kernel before let its successor start only when queries and pages were complete; the two run side by side.
 
     ``pieces_N4`` is :func:`plan_pieces` on the device, ``pages_SP`` int32. Raises ValueError where shapes, strides or
     dtypes do not fit.
@@ -229,10 +236,11 @@ def prefill_attention(
         G=kv.kv_heads,
         HEADS=per_kv_head,
         D=dim,
-        DP=max(16, triton.next_power_of_2(dim)),
+        DP=max(16, power_of_two(dim)),
         PAGE=kv.page_tokens,
-        M=max(_PAIRS, triton.next_power_of_2(per_kv_head)),
+        M=max(_PAIRS, power_of_two(per_kv_head)),
         N=32,
+        Q_DONE=q_done,
         F32_DOT=INTERPRETED,
         num_warps=4,
         num_stages=5,

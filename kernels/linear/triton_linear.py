@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_options, multiprocessors
+from stencilpress.kernels.triton_launch import (
+    INTERPRETED,
+    divide_up,
+    hopper,
+    launch_options,
+    multiprocessors,
+    power_of_two,
+)
 
 MOST_ROWS = 32
 """Of more rows cuBLAS is faster."""
@@ -131,14 +138,14 @@ def fits(rows: int, inputs: int, outputs: int, cut: Cut) -> bool:
     """Whether a product can be cut so."""
     if not 0 < rows <= MOST_ROWS or inputs % cut.inputs or outputs % cut.outputs or cut.head % cut.inputs:
         return False
-    run = triton.cdiv(inputs // cut.inputs, cut.splits) * cut.inputs
+    run = divide_up(inputs // cut.inputs, cut.splits) * cut.inputs
     elems = cut.splits * outputs * _padded(rows) if cut.splits > 1 else 0
     shortest = inputs - (cut.splits - 1) * run
     return shortest >= cut.head and outputs // cut.outputs <= _MOST_TILES and elems <= _MOST_PLANE_ELEMS
 
 
 def _padded(rows: int) -> int:
-    return max(8, triton.next_power_of_2(rows))
+    return max(8, power_of_two(rows))
 
 
 def linear_constants(

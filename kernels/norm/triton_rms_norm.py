@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import launch_options, power_of_two
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def rms_norm(
     if residual_TD is not None and (residual_TD.shape != x_TD.shape or not residual_TD.is_contiguous()):
         raise ValueError("the residual must be packed and of x's shape")
     out = torch.empty((rows, dim), dtype=x_TD.dtype, device=x_TD.device)
-    block = triton.next_power_of_2(dim)
+    block = power_of_two(dim)
     rms_norm_kernel[(rows,)](
         x_TD,
         x_TD if residual_TD is None else residual_TD,

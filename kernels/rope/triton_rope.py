@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stencilpress.kernels.attention.triton_pages import KVLayout
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import launch_options, power_of_two
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def rope_and_write_kv(
         H=heads,
         G=kv.kv_heads,
         D=dim,
-        HP=triton.next_power_of_2(max(heads, kv.kv_heads)),
-        FP=triton.next_power_of_2(dim // 2),
+        HP=power_of_two(max(heads, kv.kv_heads)),
+        FP=power_of_two(dim // 2),
         PAGE=kv.page_tokens,
         NORM=norms is not None,
         num_warps=4,

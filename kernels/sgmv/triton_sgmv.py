@@ -1,4 +1,5 @@
 """The segmented product of ``kernels/sgmv`` on a GPU: one launch a group for decodes, two for many rows an adapter.
+Some sizes have kernels in CUDA C++ (cuda_sgmv), all have one in Triton.
 
 A step uses it so: the host plans (:func:`plan_work`), the list travels (:meth:`SgmvWork.load`), the device
 resolves it once (:func:`resolve`), and each layer calls :func:`sgmv` for each of its groups. All shapes and
@@ -8,24 +9,27 @@ without a new capture.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 
+from stencilpress.kernels.sgmv import cuda_sgmv
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
-from stencilpress.kernels.triton_launch import INTERPRETED, hopper, launch_options
+from stencilpress.kernels.triton_launch import INTERPRETED, divide_up, hopper, launch_options, power_of_two
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a product is cut: rows of a shrink program, inputs of a part and of a load, outputs of a tile and tiles of
-    an expand program, warps, and the most registers a thread of the rows kernel. Whether the kernels for blocks ask for
-    what they are to load while they wait for their predecessor."""
+    an expand program, warps, the most registers a thread of the rows kernel, and loads of a shrink of blocks that are
+    on their way or in use together. Whether the kernels for blocks ask for what they are to load while they wait for
+    their predecessor."""
 
     rows: int
     part: int
@@ -34,17 +38,20 @@ class Cut:
     tiles: int = 1
     warps: int = 4
     registers: int = 96
+    stages: int = 3
     prefetch_in_shrink: bool = False
     prefetch_in_expand: bool = False
 
 
+@cache
 def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True) -> Cut:
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
     side by side the more blocks there are, but single ones where they read several items. 64 ranks take more warps,
-    for their registers, where tensor cores have no products of warp groups. What is asked for in the L2 cache must be
+    for their registers, where tensor cores have no products of warp groups. Shrinks of prompts load short runs, five or
+    six at once: fewer leave the memory idle. What is asked for in the L2 cache must be
     little: the more there is, the later comes what others wait for."""
-    inputs, widest = (max(64, triton.next_power_of_2(n)) for n in (shape.in_features, max(shape.out_features)))
+    inputs, widest = (max(64, power_of_two(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
         most = 16384 // tile.ranks
@@ -60,24 +67,28 @@ def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_g
     tiles = 1 if few or not single else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
     warps = 4 if narrow or warp_groups else 8
-    return Cut(rows, part, min(256, part), min(128, widest), tiles, warps, prefetch_in_shrink=not many)
+    load, stages = (256, 3) if few or many else (128, 5 if narrow else 6)
+    return Cut(rows, part, min(load, part), min(128, widest), tiles, warps, stages=stages, prefetch_in_shrink=not many)
 
 
-Constants = dict[str, Any]
+Constants = Mapping[str, Any]
 
 
+@cache
 def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     """Compile-time constants of the rows kernel."""
     common = {**_common(shape, tile, cut), **_outputs(shape, cut)}
-    return {**common, "PART": cut.part, "KP": triton.next_power_of_2(common["K"])}
+    return {**common, "PART": cut.part, "KP": power_of_two(common["K"])}
 
 
+@cache
 def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the shrink of blocks."""
     rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
     return {**_common(shape, tile, cut), **rows, "PREFETCH": cut.prefetch_in_shrink and _align(shape) == 8}
 
 
+@cache
 def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the expand of blocks."""
     outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
@@ -86,7 +97,7 @@ def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = IN
 
 
 def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
-    parts = triton.cdiv(shape.in_features, cut.part)
+    parts = divide_up(shape.in_features, cut.part)
     return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": _align(shape)}
 
 
@@ -97,7 +108,7 @@ def _align(shape: GroupShape) -> int:
 
 def _outputs(shape: GroupShape, cut: Cut, side_by_side: int = 1) -> Constants:
     n0, n1, n2 = (*shape.out_features, 0, 0)[:3]
-    tiles = sum(triton.cdiv(n, cut.outputs * side_by_side) for n in shape.out_features)
+    tiles = sum(divide_up(n, cut.outputs * side_by_side) for n in shape.out_features)
     return {"N0": n0, "N1": n1, "N2": n2, "BLOCK": cut.outputs, "TILES": tiles}
 
 
@@ -116,23 +127,30 @@ def sgmv(
 
     ``y_TO`` (rows, sum of out_features) and ``x_TD`` (rows, in_features) have unit inner stride; ``pool`` is flat;
     all three have one dtype. ``entry`` is layer * groups + group; ``work`` is resolved, and serves one stream. Rows
-    outside the work list are not read or written. ``x_done``: the kernel that y comes from let its successor start
-    only when x was complete, so that x may be read while that one still runs. Raises ValueError where shapes, dtypes
-    or strides do not fit.
+    outside the work list are not read or written. ``cut``: in Triton, cut so. ``x_done``: the kernel that y comes from
+    let its successor start only when x was complete, so that x may be read while that one still runs. Raises
+    ValueError where shapes, dtypes or strides do not fit.
     """
     _check(y_TO, x_TD, pool, shape)
+    in_cuda = cut is None
     if cut is None:
+        if not x_done and cuda_sgmv.rows_serve(y_TO, x_TD, work, shape):
+            cuda_sgmv.rows(y_TO, x_TD, pool, work, entry, shape)
+            return
         blocks = work.blocks_B4.shape[0]
         cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device))
     rows, ranks = work.tile
-    parts = triton.cdiv(shape.in_features, cut.part)
+    parts = divide_up(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
     partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)
     if rows == 1:
         _rows(y_TO, x_TD, partial, pool, work, entry, shape, cut, x_done)
         return
     shrink(partial, x_TD, pool, work, entry, shape, cut)
-    expand(y_TO, partial, pool, work, entry, shape, cut)
+    if in_cuda and cuda_sgmv.expand_serves(y_TO, work, shape):
+        cuda_sgmv.expand(y_TO, partial, pool, work, entry, shape, parts)
+    else:
+        expand(y_TO, partial, pool, work, entry, shape, cut)
 
 
 def _rows(
@@ -169,7 +187,7 @@ def shrink(
     constants = shrink_constants(shape, work.tile, cut)
     grid = (work.max_items * (work.tile.rows // cut.rows) * constants["P"] * constants["K"],)
     lists = (work.counts_4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    options = {"num_warps": cut.warps, **launch_options(x_TD.device)}
+    options = {"num_warps": cut.warps, "num_stages": cut.stages, **launch_options(x_TD.device)}
     numbers = (entry, work.max_items, x_TD.stride(0))
     shrink_blocks_kernel[grid](x_TD, pool, *lists, partial, *numbers, **constants, **options)
 
@@ -185,7 +203,8 @@ def expand(
 ) -> None:
     """The second: adds what ``partial`` gives to ``y_TO``."""
     constants = expand_constants(shape, work.tile, cut)
-    constants["PREFETCH"] &= y_TO.data_ptr() % 16 == 0 and y_TO.stride(0) * y_TO.element_size() % 16 == 0
+    if constants["PREFETCH"] and (y_TO.data_ptr() % 16 or y_TO.stride(0) * y_TO.element_size() % 16):
+        constants = {**constants, "PREFETCH": False}
     grid = (work.blocks_B4.shape[0] * constants["TILES"],)
     lists = (work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4)
     options = {"num_warps": cut.warps, **launch_options(y_TO.device)}

@@ -24,13 +24,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from stencilpress.kernels.sgmv.mailboxes import Mailboxes
 from stencilpress.kernels.sgmv.triton_rows import COUNTER_WORDS
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import divide_up, launch_options
 
 _HEAD, _BLOCK, _ITEM = 4, 4, 4
 """int32 words of the list's head, of a block and of an item."""
 _ENTRIES_AT_ONCE = 16
 _MOST_TILES = 512
+FEW_ROWS = 8
+"""Rows of an adapter from which on blocks of several are faster than rows one by one."""
 
 
 class Tile(NamedTuple):
@@ -61,8 +64,14 @@ def choose_tile(segments: Sequence[AdapterRows]) -> Tile:
     rows = sum(s.rows for s in segments) / max(1, len(segments))
     ranks = sum(s.rank for s in segments) / max(1, len(segments))
     if rows < 24:
-        return Tile(1 if rows < 8 else 16, 16)
+        return Tile(1 if rows < FEW_ROWS else 16, 16)
     return Tile(64, 16 if ranks < 24 else 64)
+
+
+def apart(segments: Sequence[AdapterRows]) -> tuple[list[AdapterRows], list[AdapterRows]]:
+    """Segments of many rows, and those of few: in a step of prompts and decodes one tile does not suit both."""
+    many = [segment for segment in segments if segment.rows >= FEW_ROWS]
+    return many, [segment for segment in segments if segment.rows < FEW_ROWS]
 
 
 class WorkPlan(NamedTuple):
@@ -102,7 +111,8 @@ class SgmvWork:
     ``counts_4`` int32 (blocks, items, 0, 0) · ``blocks_B4``, ``items_W4`` int32 and ``tables_W`` int64 as in
     :class:`WorkPlan` · ``addresses_EWR`` int64, the element offset in the pool of each rank slice, -1 where
     the adapter has none · ``entries_EW4`` int32, mask of adapted projections and the bits of three fp32 scales ·
-    ``arrived_WN`` and ``ready_N`` int32, the rows kernel's counters, zero between launches.
+    ``arrived_WN`` and ``ready_N`` int32, the Triton rows kernel's counters, zero between launches · ``mailboxes`` of
+    the one in CUDA C++.
     """
 
     tile: Tile
@@ -115,6 +125,7 @@ class SgmvWork:
     entries_EW4: torch.Tensor
     arrived_WN: torch.Tensor
     ready_N: torch.Tensor
+    mailboxes: Mailboxes
 
     @classmethod
     def allocate(cls, tile: Tile, max_blocks: int, max_items: int, entries: int, device: torch.device) -> SgmvWork:
@@ -131,7 +142,8 @@ class SgmvWork:
         words = torch.empty((entries, max_items, 4), dtype=torch.int32, device=device)
         arrived = torch.zeros((max_items, COUNTER_WORDS.value), dtype=torch.int32, device=device)
         ready = torch.zeros(max_blocks * _MOST_TILES, dtype=torch.int32, device=device)
-        return cls(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
+        parts, mailboxes = _parts(list_N, max_blocks, max_items), Mailboxes(device)
+        return cls(tile, list_N, *parts, addresses, words, arrived, ready, mailboxes)
 
     def within(self, list_N: torch.Tensor, tile: Tile, max_blocks: int, max_items: int) -> SgmvWork:
         """A list of less capacity in ``list_N`` (zero, :func:`list_words` long) that shares this one's scratch: of the
@@ -140,7 +152,8 @@ class SgmvWork:
         addresses = self.addresses_EWR.view(-1)[: entries * max_items * tile.ranks].view(entries, max_items, -1)
         words = self.entries_EW4.view(-1)[: entries * max_items * 4].view(entries, max_items, 4)
         arrived, ready = self.arrived_WN[:max_items], self.ready_N[: max_blocks * _MOST_TILES]
-        return SgmvWork(tile, list_N, *_parts(list_N, max_blocks, max_items), addresses, words, arrived, ready)
+        parts = _parts(list_N, max_blocks, max_items)
+        return SgmvWork(tile, list_N, *parts, addresses, words, arrived, ready, self.mailboxes)
 
     @classmethod
     def of(cls, plan: WorkPlan, entries: int, device: torch.device) -> SgmvWork:
@@ -237,7 +250,7 @@ def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
     if not pool.is_contiguous() or pool.dim() != 1:
         raise ValueError("the pool must be flat and contiguous")
     num_entries = work.entries_EW4.shape[0]
-    grid = (min(work.max_items, 1024), triton.cdiv(num_entries, _ENTRIES_AT_ONCE))
+    grid = (min(work.max_items, 1024), divide_up(num_entries, _ENTRIES_AT_ONCE))
     resolve_kernel[grid](
         pool.view(torch.int64),
         work.counts_4,

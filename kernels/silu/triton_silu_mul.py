@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from stencilpress.kernels.triton_launch import launch_options
+from stencilpress.kernels.triton_launch import divide_up, launch_options
 
 _BLOCK = 1024
 
@@ -39,7 +39,7 @@ def silu_mul(x_TN: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"gate and up must lie side by side, not {tuple(x_TN.shape)}")
     inner = width // 2
     out = torch.empty((rows, inner), dtype=x_TN.dtype, device=x_TN.device)
-    grid = (rows, triton.cdiv(inner, _BLOCK))
+    grid = (rows, divide_up(inner, _BLOCK))
     silu_mul_kernel[grid](
         x_TN, out, x_TN.stride(0), WIDTH=inner, BLOCK=_BLOCK, num_warps=4, **launch_options(x_TN.device)
     )

@@ -20,8 +20,9 @@ from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.usage.engine_sums import EngineSum
 from stencilpress.gateway.usage.histogram import bucket_of, pack
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
 from tests.integration.console_harness import make_user
+from tests.usage import usage_row
 
 PLANS: Mapping[str, dict[str, object]] = {
     "acme": {"requests_per_minute": 600, "tokens_per_month": 50_000_000, "concurrent_streams": 32, "weight": 4.0},
@@ -89,14 +90,13 @@ def _request(chance: random.Random, at: datetime, tenant_id: int, adapter: str, 
     for _ in range(min(answer, 40)):
         bucket = bucket_of(chance.lognormvariate(1.75, 0.25))
         gaps[bucket] = gaps.get(bucket, 0) + 1
-    return UsageRow(
-        key=new_key(int(at.timestamp() * 1e9)),
+    return usage_row(
+        at,
         request_id=f"req_{chance.getrandbits(64):016x}",
         tenant_id=tenant_id,
         key_id="demonstrates",
         adapter=adapter,
         version=version if adapter else 0,
-        admitted_at=at,
         finished_at=at + timedelta(milliseconds=ttft_ms + answer * gap_ms),
         status="failed" if failed else "completed",
         error_code="server_is_overloaded" if failed else "",

@@ -21,6 +21,7 @@ from bench.gpu_base import Base
 from bench.gpu_engine import GpuEngine, Run, Serving
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.copies import copy_pieces
+from stencilpress.engine.cuda.prompt_graphs import CAPTURED_AT, CAPTURES_APART
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits
 from stencilpress.engine.loader import Loader
@@ -175,6 +176,32 @@ def test_graphs_equal_eager_steps_whatever_adapters_come(llama: Served) -> None:
         assert relative(by_graph, eager) < 1e-2
     assert {variant.adapting is None for variant in captured} == {True, False}
     assert all(graph.graph is not None for graph in captured.values())
+
+
+@torch.inference_mode()
+def test_graphs_of_steps_with_prompts_equal_eager_steps(llama: Served) -> None:
+    """By a graph that has more room, then by the kind's own; decodes and prompts, adapters of few rows and of many."""
+    runner, prompt_graphs = llama.runner, llama.runner._prompts
+    small, all7, wide = llama.digests
+    texts = prompts(4, 30, 13)
+    runner.run(llama.plan(1, [(None, 0, text) for text in texts]))
+    assert all(prompt_graphs._graphs.values())
+    for mix in ([None] * 4, [small, all7, wide, None], [wide, None, all7, small], [all7, all7, None, None]):
+        tokens = [[7], [9], texts[2][:12], texts[3][:3]]
+        plan = llama.plan(2, [(a, len(text), own) for a, text, own in zip(mix, texts, tokens, strict=True)])
+        with runner._own_stream():
+            rows = runner._rows.build(plan, runner._adapter)
+            wanted = prompt_graphs._kinds.of(rows, prompt_graphs._kinds.plans(rows))
+            eager = runner._eager.logits(rows)[0].float().cpu()
+            found = []
+            for _ in range(CAPTURED_AT + CAPTURES_APART + 2):
+                answer = prompt_graphs.logits(rows)
+                assert answer is not None
+                found.append(answer[0].float().cpu())
+        assert wanted in prompt_graphs._graphs
+        assert all(relative(logits, eager) < 2e-2 for logits in found)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[-2], found[-1])
 
 
 def test_a_rare_step_is_captured_when_it_has_occurred_a_few_times(llama: Served) -> None:

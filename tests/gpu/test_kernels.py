@@ -12,7 +12,10 @@ from stencilpress.kernels.attention.triton_pages import KVLayout
 from stencilpress.kernels.attention.triton_prefill import ChunkRows, plan_pieces, prefill_attention
 from stencilpress.kernels.linear.triton_linear import LinearScratch, choose_cut, linear_few_rows
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm
+from stencilpress.kernels.sgmv import cuda_sgmv
+from stencilpress.kernels.sgmv.mailboxes import EMPTY
 from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_sgmv import choose_cut as choose_sgmv_cut
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
 from stencilpress.kernels.triton_launch import INTERPRETED
@@ -61,6 +64,83 @@ def test_sgmv(size: str, dtype: torch.dtype, popularity: str) -> None:
             assert torch.equal(y[:2].double(), want[:2])
             sgmv(again, x, builder.pool, work, entry, GroupShape(group.inputs, group.outputs))
             assert torch.equal(y, again)
+
+
+hopper_only = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="needs a Hopper GPU"
+)
+
+
+@hopper_only
+@pytest.mark.parametrize("shape", [Shape(4096, (4096, 1024, 1024)), Shape(14336, (4096,)), Shape(4104, (2056, 72))])
+def test_decodes_in_cuda(shape: Shape) -> None:
+    """Ragged ends, ranks that fill no item, projections left alone, slots that hold no row, a list that is not full."""
+    builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=6, device="cuda")
+    masks = {3: (7, 5, 2), 2: (3, 2), 1: (1,)}[len(shape.outputs)]
+    adapters = [builder.add([rank], [masks[i % len(masks)]]) for i, rank in enumerate((1, 8, 16, 24, 40, 64))]
+    rows: Rows = [(0, 2, None), *((2 + i, 1, adapters[i % 6]) for i in range(24)), (26, 1, None)]
+    plan = plan_work(_segments(rows), Tile(1, 16))
+    group = GroupShape(shape.inputs, shape.outputs)
+    work = SgmvWork.allocate(plan.tile, len(plan.blocks_B4) + 1, len(plan.items_W4) + 3, 1, torch.device("cuda"))
+    work.load(plan)
+    resolve(work, builder.pool)
+    cut = choose_sgmv_cut(group, work.tile, work.blocks_B4.shape[0], work.max_items)
+    x = torch.randn(27, shape.inputs, device="cuda").bfloat16()
+    y = torch.randn(27, sum(shape.outputs), device="cuda").bfloat16()
+    assert cuda_sgmv.rows_serve(y, x, work, group)
+    want, again, triton_y = expected(y, x, rows, 0, shape), y.clone(), y.clone()
+    sgmv(y, x, builder.pool, work, 0, group)
+    sgmv(again, x, builder.pool, work, 0, group)
+    sgmv(triton_y, x, builder.pool, work, 0, group, cut)
+    assert _relative(y, want) < TOLERANCE[torch.bfloat16]
+    assert _relative(y, triton_y.double()) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(y, again)
+    assert torch.equal(y[:2].double(), want[:2])
+    assert (work.mailboxes.words(1) == EMPTY).all()
+
+
+@hopper_only
+def test_sums_that_are_no_numbers_reach_their_readers() -> None:
+    shape = Shape(4096, (4096, 1024, 1024))
+    builder = PoolBuilder([shape], 1, 1 << 24, torch.bfloat16, seed=8, device="cuda")
+    rows: Rows = [(i, 1, builder.add([16], [7])) for i in range(24)]
+    work = SgmvWork.of(plan_work(_segments(rows), Tile(1, 16)), 1, torch.device("cuda"))
+    resolve(work, builder.pool)
+    x, y = (torch.randn(24, n, device="cuda").bfloat16() for n in (4096, 6144))
+    x[3], x[4, 5] = torch.nan, torch.inf
+    x.view(torch.int16)[5] = -1  # the bits of an empty word
+    group = GroupShape(4096, (4096, 1024, 1024))
+    assert cuda_sgmv.rows_serve(y, x, work, group)
+    sgmv(y, x, builder.pool, work, 0, group)
+    assert y[3].isnan().all()
+    assert not y[4].isfinite().any()
+    assert y[5].isnan().all()
+    assert y[[*range(3), *range(6, 24)]].isfinite().all()
+
+
+@hopper_only
+@pytest.mark.parametrize("ranks", [16, 64])
+@pytest.mark.parametrize("shape", [Shape(4096, (4096, 1024, 1024)), Shape(1032, (520, 72))])
+def test_prompts_in_cuda(ranks: int, shape: Shape) -> None:
+    builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=9, device="cuda")
+    masks = (7, 5) if len(shape.outputs) == 3 else (3, 2)
+    adapters = [builder.add([n], [masks[n % 2]]) for n in (1, 8, 15, 16, 33, 64) if n <= ranks]
+    rows: Rows = [(0, 3, None)]
+    for i in range(8):
+        rows.append((rows[-1][0] + rows[-1][1], 150 + i, adapters[i % len(adapters)]))
+    total = rows[-1][0] + rows[-1][1]
+    work = SgmvWork.of(plan_work(_segments(rows), Tile(64, ranks)), 1, torch.device("cuda"))
+    resolve(work, builder.pool)
+    x = torch.randn(total, shape.inputs, device="cuda").bfloat16()
+    y = torch.randn(total, sum(shape.outputs), device="cuda").bfloat16()
+    group = GroupShape(shape.inputs, shape.outputs)
+    assert cuda_sgmv.expand_serves(y, work, group)
+    want, again = expected(y, x, rows, 0, shape), y.clone()
+    sgmv(y, x, builder.pool, work, 0, group)
+    sgmv(again, x, builder.pool, work, 0, group)
+    assert _relative(y, want) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(y, again)
+    assert torch.equal(y[:3].double(), want[:3])
 
 
 def test_graph_serves_adapters_that_come_after_its_capture() -> None:

@@ -32,7 +32,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
-from stencilpress.gateway.engine_view import EngineView
+from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.keeper import keeper_of
 from stencilpress.gateway.keys import KeyRing, issue_key
@@ -135,7 +135,7 @@ async def running_gateway(
         engines, base = Engines([client]), BaseNames.of(BASE_NAMES)
         keeper = keeper_of(gateway_settings, db, engines, changes, base)
         await stack.enter_async_context(keeper.following())
-        view = EngineView(engines, db)
+        view = EngineReader(engines, db)
         services = Services(
             settings=gateway_settings,
             db=db,

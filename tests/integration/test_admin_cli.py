@@ -18,9 +18,10 @@ from stencilpress.gateway.access import Role
 from stencilpress.gateway.api.admin.router import OPERATIONS
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway
+from tests.usage import usage_row
 
 VERBS = {
     "list_tenants": "tenant list",
@@ -229,27 +230,14 @@ async def test_usage_is_shown_by_both(gateway: Gateway, cli: Cli) -> None:
 
 
 def request_row(admitted_at: datetime, number: int) -> UsageRow:
-    return UsageRow(
-        key=new_key(int(admitted_at.timestamp() * 1e9)),
+    of_base = number % 2 == 1
+    return usage_row(
+        admitted_at,
         request_id=f"req_{number}",
-        tenant_id=1,
-        key_id="kkkkkkkkkkkk",
-        adapter="" if number % 2 else "pirate",
-        version=0 if number % 2 else 1,
-        admitted_at=admitted_at,
-        finished_at=admitted_at,
-        status="completed",
-        error_code="",
+        adapter="" if of_base else "pirate",
+        version=0 if of_base else 1,
         prompt_tokens=10 * number,
-        cached_tokens=0,
-        completion_tokens=7,
-        undelivered_tokens=0,
         ttft_ms=100.0 + number,
-        inter_token_ms=5.0,
-        queue_ms=1.0,
-        cold_start_ms=0.0,
-        duration_ms=200.0,
-        gaps=None,
     )
 
 

@@ -36,8 +36,9 @@ from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 from stencilpress.gateway.names import BaseNames
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
 from tests.integration.webhook_receiver import Receiver, webhook_receiver
+from tests.usage import usage_row
 
 SECRET = "a secret of the receiver"
 NOW = datetime.now(UTC).replace(hour=12, minute=30, second=0, microsecond=0)
@@ -105,13 +106,7 @@ def watch(db: Database, engines: SeenEngines, tmp_path: Path) -> Watch:
 
 def request(tenant: Tenant, number: int, **given: Any) -> UsageRow:
     admitted = given.pop("at", NOW - timedelta(minutes=2))
-    usual = UsageRow(
-        key=new_key(int(admitted.timestamp() * 1e9)), request_id=f"req_{number}", tenant_id=tenant.id,
-        key_id="kkkkkkkkkkkk", adapter="pirate", version=1, admitted_at=admitted, finished_at=admitted,
-        status="completed", error_code="", prompt_tokens=10, cached_tokens=0, completion_tokens=7, undelivered_tokens=0,
-        ttft_ms=100.0, inter_token_ms=5.0, queue_ms=1.0, cold_start_ms=0.0, duration_ms=200.0, gaps=None,
-    )  # fmt: skip
-    return replace(usual, **given)
+    return usage_row(admitted, **({"request_id": f"req_{number}", "tenant_id": tenant.id} | given))
 
 
 async def served(db: Database, rows: list[UsageRow]) -> None:

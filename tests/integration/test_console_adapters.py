@@ -245,7 +245,7 @@ async def test_a_canary_starts_grows_and_becomes_prod(admin: Browser, api: Admin
     assert "Promote @2" in page.words
     await admin.submit(canary, etag=await etag_of(api), **{**started, "percent": "50"})
     assert await prod_of(api) == (1, (2, 50))
-    figures = await admin.get(f"{canary}/figures?span=6h")
+    figures = await admin.get(f"{canary}/figures?range=6h")
     assert "First token, p99" in figures.words
     await admin.submit(f"{canary}/promote", etag=await etag_of(api), version="2")
     assert await prod_of(api) == (2, None)

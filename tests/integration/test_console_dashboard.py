@@ -16,9 +16,10 @@ from stencilpress.gateway.access import Role
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import new_key
 from tests.integration.console_harness import Answer, Browser, running_console, signed_in
 from tests.integration.gateway_harness import Gateway
+from tests.usage import usage_row
 
 
 @pytest.fixture
@@ -30,33 +31,20 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 async def use(gateway: Gateway, tenant: str, adapter: str, minutes_ago: list[int], ttft_ms: float = 100.0) -> None:
     """Requests of a tenant that have been rolled up."""
     owner = await get_tenant(gateway.services.db, tenant)
-    rows = []
-    for minutes in minutes_ago:
-        at = datetime.now(UTC) - timedelta(minutes=minutes)
-        rows.append(
-            UsageRow(
-                key=new_key(),
-                request_id=f"req_{minutes}",
-                tenant_id=owner.id,
-                key_id="abcdefghijkl",
-                adapter=adapter,
-                version=1 if adapter else 0,
-                admitted_at=at,
-                finished_at=at + timedelta(seconds=1),
-                status="completed",
-                error_code="",
-                prompt_tokens=10,
-                cached_tokens=2,
-                completion_tokens=20,
-                undelivered_tokens=0,
-                ttft_ms=ttft_ms,
-                inter_token_ms=5.0,
-                queue_ms=1.0,
-                cold_start_ms=0.0,
-                duration_ms=500.0,
-                gaps=None,
-            )
+    rows = [
+        usage_row(
+            datetime.now(UTC) - timedelta(minutes=minutes),
+            key=new_key(),
+            tenant_id=owner.id,
+            adapter=adapter,
+            version=1 if adapter else 0,
+            cached_tokens=2,
+            completion_tokens=20,
+            ttft_ms=ttft_ms,
+            duration_ms=500.0,
         )
+        for minutes in minutes_ago
+    ]
     await insert_usage(gateway.services.db, rows)
     await roll_up(gateway.services.db)
 
@@ -147,10 +135,10 @@ async def test_a_permalink_shows_the_same_time_again(gateway: Gateway) -> None:
 async def test_usage_by_day_is_a_page_and_a_file(gateway: Gateway) -> None:
     await use(gateway, "demo", "pirate", [1, 2, 3])
     browser = await signed_in(gateway, Role.VIEWER)
-    page = await browser.get("/console/t/demo/usage?days=7")
+    page = await browser.get("/console/t/demo/usage?range=7d")
     assert sum(chart(page, "tokens-by-day")["series"][1]["values"]) == 60
     assert "pirate@1" in page.words
-    file = await browser.get("/console/t/demo/usage?days=7&format=csv")
+    file = await browser.get("/console/t/demo/usage?range=7d&format=csv")
     assert file.headers["Content-Type"].startswith("text/csv")
     header, *days = file.text.splitlines()
     assert len(days) == 7

@@ -281,6 +281,25 @@ async def test_a_flood_of_changes_is_refused_and_others_go_on(shared: Gateway, m
     shared.services.change_limit._counts.clear()
 
 
+async def test_who_asks_for_addresses_is_slow_and_seen(shared: Gateway) -> None:
+    """That an address is taken is all that an admin learns of other tenants, and operators learn of it."""
+    asking, other = await signed_in(shared, Role.ADMIN, "other"), await signed_in(shared, Role.VIEWER)
+    operator = await signed_in(shared, Role.OPERATOR, "other")
+    assert other.user is not None
+    assert asking.user is not None
+    members, email = "/console/t/other/members", other.user.email
+    shared.services.change_limit._counts.clear()
+    most = change_limit.MAX_CHANGES // (change_limit.INVITATION_COST + 1)  # the form itself is a change
+    for _ in range(most):
+        await asking.submit(members, 409, email=email, role="viewer")
+    assert "changes a minute" in (await asking.submit(members, 429, email=email, role="viewer")).words
+    assert (await operator.submit(members, 409, email=email, role="viewer")).status == 409
+    shared.services.change_limit._counts.clear()
+    path = f"/audit?target=user:{email}&action=user.address_taken&actor=user:{asking.user.email}"
+    assert len((await operator.api("GET", path))["data"]) == most
+    assert (await asking.api("GET", "/tenants/other/audit?action=user.address_taken"))["data"] == []
+
+
 async def test_a_user_has_so_many_chats_open(shared: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_socket, "MAX_SOCKETS", 2)
     browser = await signed_in(shared, Role.ADMIN)

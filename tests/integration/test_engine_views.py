@@ -16,7 +16,7 @@ from stencilpress.gateway.adapter_metrics import most_used
 from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.lifecycle import share_adapter
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
-from stencilpress.gateway.engine_view import EngineView
+from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.sampling import EngineSampler, server_name
 from tests.integration.admin_client import AdminClient, admin_client
@@ -112,7 +112,7 @@ async def test_a_pool_is_drawn_page_by_page_with_names(gateway: Gateway, operato
 
 
 async def test_however_many_look_an_engine_is_asked_once(gateway: Gateway) -> None:
-    view = EngineView(gateway.services.engine, gateway.services.db, clock=lambda: 100.0)
+    view = EngineReader(gateway.services.engine, gateway.services.db, clock=lambda: 100.0)
     asked = gateway.engine.map_asks
     pictures = await asyncio.gather(*(view.pages(1) for _ in range(30)))
     assert gateway.engine.map_asks == asked + 1
@@ -135,7 +135,7 @@ async def test_a_tenant_sees_where_its_own_adapters_are_under_its_own_names(
     assert await rows("guest") == []
     demo = await get_tenant(gateway.services.db, "demo")
     await share_adapter(gateway.services.db, demo.id, "pirate", "guest")
-    fresh = EngineView(gateway.services.engine, gateway.services.db)
+    fresh = EngineReader(gateway.services.engine, gateway.services.db)
     owners = await fresh.owners([PIRATE, TWIN])
     assert [sorted(len(one.guests) for one in owners[digest]) for digest in (PIRATE, TWIN)] == [[1], [0, 1]]
 
@@ -158,7 +158,7 @@ async def test_operators_see_all_tiers_with_filters_and_pages(operator: AdminCli
 
 async def test_samples_of_engines_become_a_series(gateway: Gateway, operator: AdminClient) -> None:
     services, now = gateway.services, [1_700_000_000.0]
-    view = EngineView(services.engine, services.db, clock=lambda: now[0])  # asks anew each time
+    view = EngineReader(services.engine, services.db, clock=lambda: now[0])  # asks anew each time
     sampler = EngineSampler(view, services.db, server_name(services.settings), clock=lambda: now[0])
     await sampler.sample()
     body = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 4}

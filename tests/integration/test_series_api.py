@@ -6,7 +6,6 @@ import asyncio
 import csv
 import io
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,9 +19,10 @@ from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.catalog.usage import insert_usage
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.names import BaseNames
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.gateway_harness import BASE_NAMES, Gateway, new_version, running_gateway
+from tests.usage import usage_row
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,30 +31,8 @@ NOW = datetime.now(UTC)
 
 def request_row(minutes_ago: float, **given: Any) -> UsageRow:
     """Of tenant ``demo`` and its ``pirate@1``, unless other things are given."""
-    at = NOW - timedelta(minutes=minutes_ago)
-    usual = UsageRow(
-        key=new_key(int(at.timestamp() * 1e9)),
-        request_id="req",
-        tenant_id=1,
-        key_id="kkkkkkkkkkkk",
-        adapter="pirate",
-        version=1,
-        admitted_at=at,
-        finished_at=at,
-        status="completed",
-        error_code="",
-        prompt_tokens=10,
-        cached_tokens=2,
-        completion_tokens=6,
-        undelivered_tokens=0,
-        ttft_ms=100.0,
-        inter_token_ms=5.0,
-        queue_ms=1.0,
-        cold_start_ms=0.0,
-        duration_ms=300.0,
-        gaps=None,
-    )
-    return replace(usual, **given)
+    usual = {"cached_tokens": 2, "completion_tokens": 6, "duration_ms": 300.0}
+    return usage_row(NOW - timedelta(minutes=minutes_ago), **(usual | given))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

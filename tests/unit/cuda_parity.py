@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from stencilpress.engine.cuda.runner import CudaRunner
 from stencilpress.engine.limits import Limits
+from stencilpress.engine.loader import Loader
 from stencilpress.engine.messages import Sampling
 from stencilpress.engine.plan import (
     PENDING,
@@ -74,13 +75,15 @@ def check_rows(device: torch.device, folder: Path) -> None:
     theirs = here.runner(loaders[1].adapter)
     ours.warm()
 
-    for number, lengths in enumerate([(17, 12, 20), (1, 1, 1), (1, 9, 0)]):
+    for number, lengths in enumerate([(17, 12, 20), (1, 1, 1), (1, 9, 1)]):
         plan = _plan(number, [(s, s.chunk(n)) for s, n in zip(sequences, lengths, strict=True) if n])
         assert ours.run(plan) == theirs.run(plan)
     order = [chunk for segment in plan.segments for chunk in segment.chunks]
     rows = torch.split(theirs.logits(plan), [len(chunk.tokens) for chunk in order])
     decodes_first = torch.cat([rows[i] for i in sorted(range(len(order)), key=lambda i: len(order[i].tokens) > 1)])
     torch.testing.assert_close(ours.logits(plan).cpu(), decodes_first, rtol=1e-4, atol=1e-4)
+    last_rows = torch.cat([part[-1:] for part in rows])
+    torch.testing.assert_close(_logits_by_prompt_graph(ours, plan, loaders[0]), last_rows, rtol=1e-4, atol=1e-4)
 
     for number, (first_by, then_by) in enumerate([(GREEDY, SAMPLED), (SAMPLED, GREEDY)]):
         first = _plan(2 * number + 3, [(s, s.chunk(1, first_by)) for s in sequences[:2]])
@@ -93,6 +96,17 @@ def check_rows(device: torch.device, folder: Path) -> None:
         assert [_tokens(result()) for result in results] == [drawn, then]
     for loader in loaders:
         loader.close()
+
+
+@torch.inference_mode()
+def _logits_by_prompt_graph(runner: CudaRunner, plan: StepPlan, loader: Loader) -> torch.Tensor:
+    """Of the rows that draw, in the plan's order; rows beside them are nobody's."""
+    if runner._stream is None:
+        runner._prompts._kinds.sizes = [16]  # the interpreter is slow
+    with runner._own_stream():
+        found = runner._prompts.logits(runner._rows.build(plan, loader.adapter))
+    assert found is not None
+    return found[0].cpu()
 
 
 def _tokens(sampled: list[Sampled]) -> dict[RequestKey, int]:

@@ -83,6 +83,26 @@ def test_decode_bf16_and_unused_sequence() -> None:
     assert not got[1].any()
 
 
+def test_rows_of_unused_sequences_are_left_to_the_next_kernel() -> None:
+    cache = Cache([33, 0], 1, 32)
+    q = torch.randn(2, 4, 32, generator=cache.random)
+    out = torch.full_like(q, 3.0)
+    decode_attention(q, cache.pool, cache.pages, cache.lengths, LAYER, cache.kv, 1, 0.2, out, for_next=True)
+    _close(out[:1], cache.expected(q[0], 0, 33, 0.2)[None])
+    assert (out[1] == 3.0).all()
+    with pytest.raises(ValueError, match="joins"):
+        decode_attention(q, cache.pool, cache.pages, cache.lengths, LAYER, cache.kv, 2, 0.2, out, for_next=True)
+
+
+def test_pieces_without_rows_write_nothing() -> None:
+    cache = Cache([5], 2, 16)
+    q = torch.randn(5, 6, 16, generator=cache.random)
+    out = torch.full_like(q, 3.0)
+    idle = torch.zeros(3, 4, dtype=torch.int32)
+    prefill_attention(q, cache.pool, cache.pages, idle, out, LAYER, cache.kv, 0.25, q_done=True)
+    assert (out == 3.0).all()
+
+
 def test_prefill_of_whole_and_continued_prompts() -> None:
     heads, dim = 6, 16
     cache = Cache([90, 5, 70], 2, dim)

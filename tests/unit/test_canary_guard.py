@@ -26,7 +26,8 @@ from stencilpress.gateway.lifecycle.canary import Judgement, Side, judge
 from stencilpress.gateway.lifecycle.canary_guard import guard_canaries, verdict_of
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.usage.histogram import bucket_of
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
+from tests.usage import usage_row
 
 BASE = BaseNames.of(("Acme/Small",))
 GUARD = CanaryGuard(max_error_share=0.1, max_ttft_ratio=1.5, min_requests=20)
@@ -97,15 +98,17 @@ def requests(tenant: Tenant, version: int, count: int, **given: Any) -> list[Usa
     """Requests of now, ``failed`` of them."""
     now, failed = datetime.now(UTC), given.get("failed", 0)
     return [
-        UsageRow(
-            key=new_key(int(now.timestamp() * 1e9)), request_id="req", tenant_id=tenant.id, key_id="kkkkkkkkkkkk",
-            adapter=given.get("adapter", "helper"), version=version, admitted_at=now, finished_at=now,
-            status="failed" if n < failed else "completed", error_code="", prompt_tokens=10, cached_tokens=0,
-            completion_tokens=20, undelivered_tokens=0, ttft_ms=None if n < failed else given.get("ttft_ms", 100.0),
-            inter_token_ms=5.0, queue_ms=1.0, cold_start_ms=0.0, duration_ms=200.0, gaps=None,
+        usage_row(
+            now,
+            tenant_id=tenant.id,
+            adapter=given.get("adapter", "helper"),
+            version=version,
+            status="failed" if n < failed else "completed",
+            completion_tokens=20,
+            ttft_ms=None if n < failed else given.get("ttft_ms", 100.0),
         )
         for n in range(count)
-    ]  # fmt: skip
+    ]
 
 
 async def served(db: Database, *rows: list[UsageRow]) -> None:

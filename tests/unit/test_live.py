@@ -15,7 +15,7 @@ import pytest
 
 from stencilpress.engine.messages import Stats
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.engine_view import EngineNow, EngineView
+from stencilpress.gateway.engine_reader import EngineNow, EngineReader
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.live import MAX_LISTENERS, LiveFeed, live_feed
 from stencilpress.gateway.live_counts import LiveCounts, LiveSlice, LiveTenant
@@ -49,7 +49,7 @@ def feed_of(slices: list[LiveSlice], engines: Engines | None = None, interval_s:
     async def ask() -> list[LiveSlice]:
         return slices
 
-    return LiveFeed(cast("EngineView", engines or Engines()), ask, 2, interval_s)
+    return LiveFeed(cast("EngineReader", engines or Engines()), ask, 2, interval_s)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ async def test_gateways_ask_each_other(recorder: Recorder) -> None:
     settings = GatewaySettings(
         model_dir="", database_url="", engine_socket="", http_fd=-1, gateway=1, peers=",".join(names)
     )
-    with live_feed(settings, gateways[0], cast("EngineView", Engines())).listen() as listener_:
+    with live_feed(settings, gateways[0], cast("EngineReader", Engines())).listen() as listener_:
         picture = json.loads(await anext(listener_))
     assert (picture["gateways"], picture["gateways_up"], picture["total"]["open"]) == (3, 2, 2)
     assert [snapshot.gateway for snapshot in await ask_metrics(names, 1)] == [2]

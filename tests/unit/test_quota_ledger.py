@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from stencilpress.gateway.quota.ledger import Ledger
+from stencilpress.gateway.quota.ledger import Budget, Ledger
 from stencilpress.gateway.quota.local import LocalStore
 from stencilpress.gateway.quota.plan import Quota
 from stencilpress.gateway.quota.shared import SharedStore
@@ -135,6 +135,17 @@ def test_a_budget_needs_to_know_what_was_used_before_and_begins_anew_after_its_e
     behind = ledger.reserve(ask("b", quota, 51), 0, None)  # of a host where it is still yesterday
     assert behind is not None
     assert behind.refused == "tokens_per_day"
+
+
+def test_running_requests_stay_reserved_when_the_time_zone_changes() -> None:
+    """Their rows come later, so what the new day begins at does not tell of them."""
+    ledger, quota, moved = Ledger(), Quota(tokens_per_day=100), Span(1500, 2500)
+    reserve(ledger, ask("a", quota, 60))
+    refused = reserve(ledger, ask("b", quota, 50, moved))
+    assert (refused.refused, refused.left) == ("tokens_per_day", 40)
+    ledger.settle("a", 30, 0, 0)
+    assert ledger.day == Budget(moved, 30)
+    assert reserve(ledger, ask("b", quota, 70, moved)).refused is None
 
 
 def test_a_budget_that_running_requests_may_give_back_is_not_spent() -> None:

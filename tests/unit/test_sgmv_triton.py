@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from stencilpress.kernels.sgmv.reference import sgmv_reference
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
-from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
+from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, apart, choose_tile, plan_work, resolve
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
 
 GROUPS = [Shape(96, (72, 40, 40)), Shape(72, (96,))]
@@ -173,6 +173,19 @@ def test_tile_follows_rows_and_ranks() -> None:
     assert choose_tile([AdapterRows(0, 9, 0, 16), AdapterRows(9, 7, 0, 16)]).rows == 16
     assert choose_tile([AdapterRows(0, 128, 0, 64)]).rows == 64
     assert choose_tile([]).rows == 1
+
+
+def test_adapters_of_few_rows_are_listed_apart() -> None:
+    segments = [
+        AdapterRows(0, 1, 0, 16),
+        AdapterRows(1, 300, 0, 16),
+        AdapterRows(301, 7, 9, 64),
+        AdapterRows(308, 8, 9, 8),
+    ]
+    many, few = apart(segments)
+    assert [segment.row_start for segment in many] == [1, 308]
+    assert [segment.row_start for segment in few] == [0, 301]
+    assert choose_tile(few).rows == 1 < choose_tile(many).rows
 
 
 def test_plan_that_does_not_fit_is_refused() -> None:

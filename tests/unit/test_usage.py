@@ -30,35 +30,28 @@ from stencilpress.gateway.usage.journal import SLOTS, Admission, Journal, Segmen
 from stencilpress.gateway.usage.record import Status, UsageRow, new_key
 from stencilpress.gateway.usage.recorder import Admitted, Recorder
 from tests.unit.usage_rows import usage_between
+from tests.usage import usage_row
 
 NOON = datetime(2026, 11, 29, 12, 0, tzinfo=UTC)
 WHO = Admitted("req_1", 7, "abcdefghijkl", "pirate", 3, 11)
 
 
 def row(**given: object) -> UsageRow:
-    usual = UsageRow(
-        key=new_key(int(NOON.timestamp() * 1e9)),
-        request_id="req_1",
-        tenant_id=7,
-        key_id="abcdefghijkl",
-        adapter="pirate",
-        version=3,
-        admitted_at=NOON,
-        finished_at=NOON + timedelta(seconds=2),
-        status="completed",
-        error_code="",
-        prompt_tokens=11,
-        cached_tokens=4,
-        completion_tokens=20,
-        undelivered_tokens=1,
-        ttft_ms=12.5,
-        inter_token_ms=3.0,
-        queue_ms=1.0,
-        cold_start_ms=0.0,
-        duration_ms=2000.0,
-        gaps=None,
-    )
-    return replace(usual, **given)  # type: ignore[arg-type]
+    usual = {
+        "request_id": "req_1",
+        "tenant_id": 7,
+        "key_id": "abcdefghijkl",
+        "version": 3,
+        "finished_at": NOON + timedelta(seconds=2),
+        "prompt_tokens": 11,
+        "cached_tokens": 4,
+        "completion_tokens": 20,
+        "undelivered_tokens": 1,
+        "ttft_ms": 12.5,
+        "inter_token_ms": 3.0,
+        "duration_ms": 2000.0,
+    }
+    return replace(usage_row(NOON, **usual), **given)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=300), st.lists(st.floats(0.01, 1e6), max_size=300))

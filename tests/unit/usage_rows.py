@@ -13,7 +13,8 @@ from stencilpress.gateway.catalog.models import UsageRollupRow
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import Period, UsageSum, stored_sum
 from stencilpress.gateway.usage.histogram import bucket_of, pack
-from stencilpress.gateway.usage.record import UsageRow, new_key
+from stencilpress.gateway.usage.record import UsageRow
+from tests.usage import usage_row
 
 
 def random_rows(chance: random.Random, start: datetime, span_s: int, count: int) -> list[UsageRow]:
@@ -28,14 +29,12 @@ def _row(chance: random.Random, admitted_at: datetime) -> UsageRow:
     counts: dict[int, int] = {}
     for gap in gaps:
         counts[bucket_of(gap)] = counts.get(bucket_of(gap), 0) + 1
-    return UsageRow(
-        key=new_key(int(admitted_at.timestamp() * 1e9)),
-        request_id="req",
+    return usage_row(
+        admitted_at,
         tenant_id=chance.choice((1, 2, 3)),
         key_id="abcdefghijkl",
         adapter=adapter,
         version=chance.choice((1, 2)) if adapter else 0,
-        admitted_at=admitted_at,
         finished_at=admitted_at + timedelta(seconds=1),
         status=status,
         error_code=chance.choice(("engine_lost", "internal_error")) if status == "failed" else "",

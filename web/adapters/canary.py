@@ -49,7 +49,7 @@ class Typed:
 
 @page(Permission.READ)
 async def show_canary(request: web.Request) -> web.StreamResponse:
-    """``?version=`` proposes a canary, ``?span=`` is the time of the comparison."""
+    """``?version=`` proposes a canary, ``?range=`` is the time of the comparison."""
     return await _page(request, Typed(version=request.query.get("version", "")))
 
 
@@ -160,7 +160,7 @@ async def _figures(request: web.Request, adapter: AdapterView, alias: AliasView)
     """None without a canary."""
     if alias.canary is None:
         return None
-    span = request.query.get("span", DEFAULT_SPAN)
+    span = request.query.get("range", DEFAULT_SPAN)
     span = span if span in SPANS else DEFAULT_SPAN
     numbers, start = (alias.version, alias.canary.version), datetime.now(UTC) - SPANS[span]
     query = {"version": numbers[0], "other": numbers[1], "start": start}

@@ -14,7 +14,7 @@ from stencilpress.gateway.api.admin.series import get_tenant_series
 from stencilpress.gateway.api.admin.series_views import SeriesView, UsageTotals
 from stencilpress.gateway.catalog.series import choose_axis, series_of_versions, total
 from stencilpress.gateway.catalog.usage_sums import UsageSum
-from stencilpress.gateway.engine_view import Seen
+from stencilpress.gateway.engine_reader import Seen
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.ask import ask
 from stencilpress.web.page import tenant_of

@@ -13,7 +13,7 @@ from stencilpress.engine.messages import AdapterSeen, PageOwner, Pages
 from stencilpress.gateway.api.admin.tables import Table
 from stencilpress.gateway.catalog.digests import Owner
 from stencilpress.gateway.catalog.series import Axis
-from stencilpress.gateway.engine_view import EngineNow, Seen
+from stencilpress.gateway.engine_reader import EngineNow, Seen
 from stencilpress.gateway.usage.engine_sums import COUNTERS, DISTRIBUTIONS, GAUGES, EngineSum
 
 Tier = Literal["disk", "fetching", "host", "loading", "hbm"]

@@ -30,7 +30,7 @@ from stencilpress.gateway.api.admin.tables import Format
 from stencilpress.gateway.catalog.digests import Owner
 from stencilpress.gateway.catalog.engine_samples import engine_series
 from stencilpress.gateway.catalog.series import choose_axis, span
-from stencilpress.gateway.engine_view import Seen
+from stencilpress.gateway.engine_reader import Seen
 from stencilpress.gateway.errors import EngineLostError, NotFoundError
 from stencilpress.gateway.sampling import server_name
 from stencilpress.gateway.usage.engine_sums import EngineSum

@@ -46,7 +46,7 @@ class Seen:
     adapter: AdapterSeen
 
 
-class EngineView:
+class EngineReader:
     """The engines as people see them. One of these for each gateway process."""
 
     def __init__(self, engines: Engines, db: Database, clock: Callable[[], float] = time.monotonic) -> None:

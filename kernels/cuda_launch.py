@@ -1,0 +1,109 @@
+"""Kernels in CUDA C++: compiled by NVRTC when first needed, launched as programmatic dependents like those in Triton.
+
+Both NVRTC and the bindings to it and to the driver come with a CUDA build of torch. Where they are missing, or a kernel
+does not compile, :func:`available` says so once in the log, and the callers' Triton kernels serve instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stencilpress.kernels.compile_ahead import only_compiling
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaKernel:
+    """The function ``name`` of a source file, with macros defined as ``constants`` say. Its only parameter is a
+    structure; a program has ``threads`` threads."""
+
+    source: Path
+    name: str
+    threads: int
+    constants: tuple[tuple[str, int], ...] = ()
+
+
+def machine_code(kernel: CudaKernel, capability: tuple[int, int]) -> bytes:
+    """A cubin. Raises RuntimeError with the compiler's log where the source does not compile, ImportError without
+    NVRTC or the bindings to it."""
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise ImportError(f"no NVRTC: {error}") from error
+    source = kernel.source.read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source, kernel.source.name.encode(), 0, [], []))
+    defines = [f"-D{name}={value}" for name, value in kernel.constants]
+    options = ["-std=c++17", f"-arch=sm_{capability[0]}{capability[1]}", f"-I{kernel.source.parent}", *defines]
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if int(result):
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise RuntimeError(f"{kernel.source.name}: {log.decode()}")
+        code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def _checked(answer: Sequence[Any]) -> Any:
+    if int(answer[0]):
+        raise RuntimeError(f"CUDA: {answer[0]}")
+    return answer[1] if len(answer) > 1 else None
+
+
+@cache
+def _function(kernel: CudaKernel, device: torch.device) -> Any:
+    """The loaded function; None where it cannot be."""
+    try:
+        from cuda.bindings import driver
+
+        with torch.cuda.device(device):
+            code = machine_code(kernel, torch.cuda.get_device_capability(device))
+            module = _checked(driver.cuModuleLoadData(code))
+            return _checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
+    except (ImportError, RuntimeError) as error:
+        _log.warning("the CUDA kernel %s is not available, Triton serves: %s", kernel.name, error)
+        return None
+
+
+def available(kernel: CudaKernel, device: torch.device) -> bool:
+    """Whether it can be launched, which compiles it; the device must be a Hopper GPU or later."""
+    return _function(kernel, device) is not None
+
+
+@cache
+def _attributes() -> list[Any]:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return [attribute]
+
+
+def launch(kernel: CudaKernel, programs: int, parameters: ctypes.Structure, device: torch.device) -> None:
+    """Launch an :func:`available` kernel on the current stream. Raises RuntimeError if the driver refuses."""
+    if only_compiling():
+        return
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    config.attrs, config.numAttrs = _attributes(), 1
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+    _checked(driver.cuLaunchKernelEx(config, _function(kernel, device), ctypes.addressof(pointers), 0))

@@ -1,0 +1,151 @@
+"""The segmented product in CUDA C++, where that was measured faster than Triton (docs/decisions/0016).
+
+On Hopper and later, in bf16, with widths that are multiples of eight and rows that start at multiples of 16 bytes:
+``rows.cu`` for decodes of some dozens of rows, ``expand.cu`` for prompts of blocks of one item each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from stencilpress.kernels.cuda_launch import CudaKernel, available, launch
+from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
+from stencilpress.kernels.triton_launch import dependent_launch
+
+RUN, SLICES, MOST_PARTS = 1024, 16, 32
+"""Of ``rows.cu``: elements of a slice that a program takes, slices of an item, and parts of the inputs."""
+FEWEST_PROGRAMS, MOST_PROGRAMS, MOST_OF_SEVERAL, MOST_SHRINKS = 256, 1200, 1056, 792
+"""Few programs all start at once in either language; of many, it is the memory's bandwidth that all wait for. Several
+items a row wait for each other, too. So many shrinks are on an H200 together: others keep expands from starting."""
+EXPAND_RUN, EXPAND_ROWS = 512, 64
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("inputs", ctypes.c_int),
+        ("projections", ctypes.c_int),
+        ("widths", ctypes.c_int * MAX_PROJECTIONS),
+    )
+
+    @classmethod
+    def of(cls, shape: GroupShape) -> _Group:
+        return cls(shape.in_features, len(shape.out_features), shape.out_features)
+
+
+def _fields(pointers: str, numbers: str) -> tuple[tuple[str, type], ...]:
+    words = [*((name, ctypes.c_void_p) for name in pointers.split()), *((n, ctypes.c_int) for n in numbers.split())]
+    return (*words, ("group", _Group))
+
+
+class RowsParameters(ctypes.Structure):
+    """``Rows`` of ``rows.cu``."""
+
+    _fields_ = _fields(
+        "x y pool counts blocks items addresses entries sums delta",
+        "entry max_items x_stride y_stride parts tiles",
+    )
+
+
+class ExpandParameters(ctypes.Structure):
+    """``Expand`` of ``expand.cu``."""
+
+    _fields_ = _fields("y pool counts blocks addresses entries partial", "entry max_items y_stride parts tiles")
+
+
+_HERE = Path(__file__).parent
+ROWS_KERNEL = CudaKernel(_HERE / "rows.cu", "rows", 128, (("PARAMETER_BYTES", ctypes.sizeof(RowsParameters)),))
+
+
+def _expand_kernel(ranks: int, depth: int) -> CudaKernel:
+    constants = (("STEPS", ranks // 16), ("DEPTH", depth), ("PARAMETER_BYTES", ctypes.sizeof(ExpandParameters)))
+    return CudaKernel(_HERE / "expand.cu", "expand", 256, constants)
+
+
+EXPAND_KERNELS = {16: _expand_kernel(16, depth=4), 64: _expand_kernel(64, depth=2)}
+"""By ranks of an item. 64 ranks of weights leave registers for two eights of rows of y ahead."""
+
+
+@cache
+def rows_suit(shape: GroupShape, tile: Tile, blocks: int, items: int) -> bool:
+    """Whether ``rows.cu`` serves a work list of such capacity best. Measured us, Triton and CUDA, rank 16: output
+    projection of 64 rows 5.8 and 5.4, q, k and v 12.9 and 11.7; but gate and up of 32 rows, where most programs wait,
+    10.9 and 12.0, down of 64 rows (896 shrinks) 11.4 and 12.7, and 256 rows 18.4 and 19.0."""
+    parts, tiles = _parts(shape), _tiles(shape, RUN)
+    shrinks, expands = items * len(shape.out_features) * parts, items * tiles
+    most = MOST_PROGRAMS if items <= blocks else MOST_OF_SEVERAL
+    quick = FEWEST_PROGRAMS <= shrinks + expands <= most and shrinks <= MOST_SHRINKS and expands <= 2 * shrinks
+    return tile == (1, SLICES) and parts <= MOST_PARTS and quick and items <= 4 * blocks
+
+
+@cache
+def expand_suits(tile: Tile, blocks: int, items: int) -> bool:
+    """Whether ``expand.cu`` serves a work list of such capacity: blocks of one item, as many as fill a GPU."""
+    return tile.rows == EXPAND_ROWS and tile.ranks in EXPAND_KERNELS and 16 <= blocks < 128 and items <= blocks
+
+
+def rows_serve(y_TO: torch.Tensor, x_TD: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
+    """Whether :func:`rows` computes this product."""
+    suits = rows_suit(shape, work.tile, work.blocks_B4.shape[0], work.max_items)
+    return suits and _fits(y_TO, shape) and _fits(x_TD, shape) and available(ROWS_KERNEL, y_TO.device)
+
+
+def expand_serves(y_TO: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
+    """Whether :func:`expand` computes this product."""
+    suits = expand_suits(work.tile, work.blocks_B4.shape[0], work.max_items)
+    return suits and _fits(y_TO, shape) and available(EXPAND_KERNELS[work.tile.ranks], y_TO.device)
+
+
+def _fits(rows: torch.Tensor, shape: GroupShape) -> bool:
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0
+    wide = all(n % 8 == 0 for n in (shape.in_features, *shape.out_features))
+    return rows.dtype == torch.bfloat16 and aligned and wide and dependent_launch(rows.device)
+
+
+def _parts(shape: GroupShape) -> int:
+    return -(-shape.in_features // RUN)
+
+
+def _tiles(shape: GroupShape, run: int) -> int:
+    return sum(-(-n // run) for n in shape.out_features)
+
+
+def rows(
+    y_TO: torch.Tensor,
+    x_TD: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+) -> None:
+    """``triton_sgmv.sgmv`` for blocks of one row, where :func:`rows_serve`."""
+    parts, tiles = _parts(shape), _tiles(shape, RUN)
+    words = work.max_items * tiles * parts * SLICES
+    mail = work.mailboxes.words(words + work.max_items * y_TO.shape[1])
+    lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
+    tensors = (x_TD, y_TO, pool, *lists, mail, mail[words:])
+    numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0), parts, tiles)
+    parameters = RowsParameters(*(t.data_ptr() for t in tensors), *numbers, _Group.of(shape))
+    programs = work.max_items * (len(shape.out_features) * parts + tiles)
+    launch(ROWS_KERNEL, programs, parameters, y_TO.device)
+
+
+def expand(
+    y_TO: torch.Tensor,
+    partial: torch.Tensor,
+    pool: torch.Tensor,
+    work: SgmvWork,
+    entry: int,
+    shape: GroupShape,
+    parts: int,
+) -> None:
+    """``triton_sgmv.expand`` where :func:`expand_serves`; ``partial`` is of so many parts of the inputs."""
+    tiles = _tiles(shape, EXPAND_RUN)
+    tensors = (y_TO, pool, work.counts_4, work.blocks_B4, work.addresses_EWR, work.entries_EW4, partial)
+    numbers = (entry, work.max_items, y_TO.stride(0), parts, tiles)
+    parameters = ExpandParameters(*(t.data_ptr() for t in tensors), *numbers, _Group.of(shape))
+    launch(EXPAND_KERNELS[work.tile.ranks], work.blocks_B4.shape[0] * tiles, parameters, y_TO.device)
