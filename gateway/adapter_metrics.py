@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.api.admin.engine_views import named
 from stencilpress.gateway.catalog.digests import Owner
-from stencilpress.gateway.engine_view import EngineView, Seen
+from stencilpress.gateway.engine_reader import EngineReader, Seen
 from stencilpress.gateway.errors import UnavailableError
 
 _LABELS = ("engine", "tenant", "adapter", "version")
@@ -46,7 +46,7 @@ class Shown:
         return [str(self.seen.engine), self.owner.tenant, self.owner.adapter, str(self.owner.version)]
 
 
-async def most_used(view: EngineView, most: int) -> Sequence[Shown]:
+async def most_used(view: EngineReader, most: int) -> Sequence[Shown]:
     """At most so many of each engine; none while the catalog does not tell their names."""
     if not most:
         return ()
