@@ -85,9 +85,13 @@ class Turns:
         return min(heads, key=_turn, default=None)
 
     def bring_in_squeezed(self) -> bool:
-        """Place that request's adapter before all others, for whose sake nobody is seated; False if there is none."""
+        """Place that request's adapter before all others; False if there is none. One that is in the pool by now waits
+        for its request's turn like others: meanwhile those whose turns are earlier are placed."""
         squeezed = self.squeezed()
         if squeezed is None or squeezed.adapter is None:
+            return False
+        if self._residency.ready(squeezed.adapter):
+            self._residency.want(squeezed.adapter, squeezed.order, squeezed.tenant)
             return False
         self._residency.bring_in(squeezed.adapter, NEXT, squeezed.tenant, alone=not self._seats.taken)
         return True

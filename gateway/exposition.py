@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from stencilpress.engine.messages import Stats
+from stencilpress.gateway.adapter_metrics import Shown, adapter_series
 from stencilpress.gateway.metrics import MAX_NAMED_ADAPTERS, Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,8 +69,10 @@ def render(
     max_loras: int,
     now: Callable[[], float] = time.time,
     disk: Disk | None = None,
+    adapters: Sequence[Shown] = (),
 ) -> bytes:
     """The exposition. ``snapshots`` has the gateways that answered, of ``gateways``; None stands for a silent engine.
+    ``adapters`` have series of their own.
 
     A series has its gateway as a label, never the sum over gateways: each begins at 0 when its process does, which
     Prometheus understands only of a single one.
@@ -79,7 +82,8 @@ def render(
     for number in range(1, gateways + 1):
         up.add_metric([str(number)], float(number in answered))
     routers = _for_routers(snapshots, [stats for stats in engines if stats is not None], max_loras, now())
-    return generate_latest(_Fixed([up, *_gateways(snapshots), *_engines(engines), *_disk(disk), *routers]))
+    of_engines = chain(_engines(engines), adapter_series(adapters))
+    return generate_latest(_Fixed([up, *_gateways(snapshots), *of_engines, *_disk(disk), *routers]))
 
 
 class _Fixed(Collector):

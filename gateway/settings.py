@@ -102,6 +102,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     """The engines' setting, told to routers that place requests by adapter."""
     metrics_tenants: Annotated[int, Meta(ge=0, le=1000)] = 20
     """Tenants with series of their own in the metrics: those with the most tokens."""
+    metrics_adapters: Annotated[int, Meta(ge=0, le=1000)] = 20
+    """Adapters of each engine with series of their own in the metrics: those with the most requests."""
     alert_webhook_url: str = ""
     """Where all alerts are sent, in the format of Alertmanager's webhooks; empty: nowhere but to tenants' own."""
     alert_webhook_secret: str = ""

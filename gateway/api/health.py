@@ -6,6 +6,7 @@ import asyncio
 
 from aiohttp import web
 
+from stencilpress.gateway.adapter_metrics import most_used
 from stencilpress.gateway.errors import EngineLostError, UnavailableError
 from stencilpress.gateway.exposition import CONTENT_TYPE, Disk, render
 from stencilpress.gateway.peers import ask_metrics
@@ -36,8 +37,12 @@ async def metrics(request: web.Request) -> web.Response:
     services = request.app[SERVICES]
     settings = services.settings
     names = settings.peers.split(",")
-    others, engines = await asyncio.gather(ask_metrics(names, settings.gateway), services.engine.stats())
+    others, engines, adapters = await asyncio.gather(
+        ask_metrics(names, settings.gateway),
+        services.engine.stats(),
+        most_used(services.view, settings.metrics_adapters),
+    )
     snapshots = sorted([services.metrics.snapshot(), *others], key=lambda snapshot: snapshot.gateway)
     disk = await asyncio.to_thread(Disk.of, settings.data_folder)
-    body = render(snapshots, len(names), engines, settings.max_loras, disk=disk)
+    body = render(snapshots, len(names), engines, settings.max_loras, disk=disk, adapters=adapters)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -233,7 +233,8 @@ def test_draws_depend_on_seed_and_position_alone(llama: Served) -> None:
 
 
 def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> None:
-    """Requests of all kinds come and are aborted over a pool that holds few of them; nothing leaks, each one ends."""
+    """Requests of all kinds come and are aborted over a pool that holds few of them; nothing leaks, each one ends. Half
+    of them begin alike, so that adapters, common prefixes and answers compete for the pages."""
     save_model(tmp_path / "model", "llama", **SIZES, num_hidden_layers=2)
     configs = [ADAPTERS[i % 3] for i in range(9)]
     digests = [save_adapter(tmp_path, tmp_path / "model", seed, **config) for seed, config in enumerate(configs)]
@@ -248,6 +249,7 @@ def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> No
     rng = random.Random(11)
     run = Run(times_s=defaultdict(list), tokens=defaultdict(list))
     live: list[tuple[int, int]] = []
+    common = [rng.randrange(VOCAB) for _ in range(90)]
     number = 0
     while run.steps < 10_000:
         if rng.random() < 0.2 and len(live) < 40:
@@ -261,8 +263,12 @@ def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> No
                 seed=number,
             )
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))]
+            salt = rng.choice((b"", b"salt"))
+            if salt:
+                prompt = [*common[: len(prompt) - 1], *prompt[-1:]]
             adapter = rng.choice(("", *digests))
-            served.scheduler.add(live[-1], Submit(number, pack_tokens(prompt), adapter, rng.randint(1, 60), sampling))
+            submit = Submit(number, pack_tokens(prompt), adapter, rng.randint(1, 60), sampling, salt=salt)
+            served.scheduler.add(live[-1], submit)
         if live and rng.random() < 0.02:
             served.scheduler.abort(live.pop(rng.randrange(len(live))))
         served.turn(run, 0.0, 0.001)
@@ -275,7 +281,8 @@ def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> No
     served.scheduler.check()
     stats = served.scheduler.stats(1)
     assert stats.pages_kv == 0
-    assert stats.pages_free + stats.pages_adapter == served.pool.total
+    assert stats.pages_free + stats.pages_adapter + stats.pages_cached == served.pool.total
+    assert stats.cached_tokens > 0
     assert stats.completion_tokens == sum(map(len, run.tokens.values()))
     assert stats.adapter_evictions > 0
     assert stats.preemptions > 0

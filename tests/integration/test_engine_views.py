@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from stencilpress.engine.messages import AdapterSeen, PageOwner, Pages, pack_tokens
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
+from stencilpress.gateway.adapter_metrics import most_used
 from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.lifecycle import share_adapter
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
@@ -211,3 +212,26 @@ async def test_live_pictures_are_for_operators_or_of_ones_own_tenant(gateway: Ga
     assert (others["total"]["tenant"], others["total"]["open"]) == ("other", 0)
     assert (await viewer.raw("GET", "/live"))[0] == 403
     assert (await viewer.raw("GET", "/tenants/other/live"))[0] == 404
+
+
+async def test_the_most_used_adapters_have_series_of_their_own(gateway: Gateway) -> None:
+    """By the names of whoever used them last; one that is in no catalog has none."""
+
+    async def scrape() -> list[str]:
+        async with gateway.http.get(f"{gateway.url}/metrics") as answer:
+            return [line for line in (await answer.text()).splitlines() if line.startswith("stencilpress_adapter_")]
+
+    found = await scrape()
+    pirate = '{adapter="pirate",engine="1",tenant="demo",version="1"}'
+    for name, value in (("hits_total", 3.0), ("misses_total", 1.0), ("evictions_total", 0.0), ("active", 1.0)):
+        assert f"stencilpress_adapter_{name}{pirate} {value}" in found
+    from_disk = '{adapter="pirate",engine="1",tenant="demo",tier="disk",version="1"}'
+    assert f"stencilpress_adapter_load_seconds_total{from_disk} 0.01" in found
+    assert f"stencilpress_adapter_loads_total{from_disk} 1.0" in found
+    assert f"stencilpress_adapter_load_seconds_total{from_disk.replace('disk', 'host')} 0.002" in found
+    assert f"stencilpress_adapter_tier{from_disk.replace('disk', 'hbm')} 1.0" in found
+    secret = '{adapter="secret",engine="1",tenant="other",tier="host",version="1"}'
+    assert f"stencilpress_adapter_tier{secret} 1.0" in found
+    assert len([line for line in found if "_adapter_tier{" in line]) == 2
+    assert [one.seen.adapter.digest for one in await most_used(gateway.services.view, 1)] == [PIRATE]
+    assert await most_used(gateway.services.view, 0) == ()

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway import errors
 from stencilpress.gateway.access import ADMIN_PREFIX, PERMISSIONS
 from stencilpress.gateway.api import schemas, ws
@@ -28,6 +29,7 @@ def section(title: str) -> str:
 
 async def test_routes_and_metrics_are_those_that_are_documented(tmp_path: Path) -> None:
     async with running_gateway(tmp_path) as gateway:
+        gateway.engine.adapters = [AdapterSeen("a" * 64, 1, "hbm", 3, 5, False, 0, 1, 2, 1, 0, 1, 0.5, 1, 0.25)]
         routes = {
             (route.method, re.sub(r":[^}]*", "", route.resource.canonical))
             for route in gateway.routes

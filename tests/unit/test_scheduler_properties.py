@@ -7,10 +7,10 @@ Page books, pinned pages, adapters in a step, one terminal message a request, de
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stencilpress.engine.limits import Limits
@@ -108,8 +108,23 @@ def test_under_saturation_tenants_get_their_shares(load: Load) -> None:
     assert all(abs(share / fair - 1) < 0.1 for share in shares), [share / fair for share in shares]
 
 
+ONE_SEAT = Load(
+    seed=0,
+    seats=1,
+    budget=8,
+    max_loras=2,
+    pages=40,
+    ahead=True,
+    weights=(2.0, 1.0, 0.5, 0.5, 3.0, 0.5),
+    adapters=tuple((None, *(f"own-{t}-{i}" for i in range(count))) for t, count in enumerate((4, 1, 2, 3, 1, 1))),
+)
+"""An adapter that had lacked room was in the pool, but its request's turn had not come: no other adapter came in."""
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(loads(shared=False))
+@example(ONE_SEAT)
+@example(replace(ONE_SEAT, max_loras=1))
 def test_no_request_starves(load: Load) -> None:
     """Ten of each tenant are always there, of a price of 72 at most. The slowest engine, with a single seat, computes a
     price of 2 a step; a tenant's part of that is its weight, and each adapter has its turn of a slot and of the pool.
