@@ -6,6 +6,6 @@ import os
 
 
 def shared_memory_names() -> set[str]:
-    """Of everybody but PostgreSQL servers, which tests in other processes start and stop meanwhile."""
-    names = os.listdir("/dev/shm")  # noqa: PTH208, S108 - names only; the place is the point
-    return {name for name in names if not name.startswith("PostgreSQL.")}
+    """But for what tests in other processes make and remove meanwhile: PostgreSQL's files, and folders."""
+    with os.scandir("/dev/shm") as entries:  # noqa: S108 - the place is the point
+        return {entry.name for entry in entries if not entry.is_dir() and not entry.name.startswith("PostgreSQL.")}
