@@ -38,8 +38,11 @@ READ_BUDGET_BYTES = 64 << 10
 WOKEN_AT_ONCE = 4
 """Streams that go on with a step's tokens before the loop looks at its sockets again: a new request takes five turns of
 the loop up to its first token, and must not wait in each of them until dozens of others have written theirs."""
-WOKEN_WHEN_BEHIND = 64
-"""The same while steps come before all have gone on with the one before: then there is no time for turns."""
+WOKEN_WHEN_BEHIND = 16
+"""The same where steps come before all have gone on with the one before: turns are a tenth of the work, and there is no
+time left for them."""
+CATCHING_UP_READS = 100
+"""For so many reads after that the larger number stays: whether a step meets anybody in line is chance then."""
 
 Batch = tuple[list[Token], Finished | None]
 A = TypeVar("A", Ensured, Stats, Adapters, Pages, Kept, Forgotten)
@@ -151,8 +154,8 @@ class Connection:
         self._outbox: dict[asyncio.Future[None], bytes] = {}
         self._aborts: deque[bytes] = deque()
         self._calls: deque[_Inbox] = deque()
-        self._behind = False
-        """The last step has met streams that still stood in line with a token of the one before."""
+        self._catching_up = 0
+        """Reads left since a step has met streams that still stood in line with a token of the one before."""
         self._publishes = False
         self._reads_on = False
         self._wakes_on = False
@@ -241,7 +244,7 @@ class Connection:
         if self.ended.done():
             return
         try:
-            self._behind = self._behind and bool(self._calls)
+            self._catching_up = max(self._catching_up - 1, 0)
             is_open = self._channel.receive()
             for message in self._channel.messages(READ_BUDGET_BYTES):
                 self._dispatch(message)
@@ -279,7 +282,7 @@ class Connection:
             if inbox is not None:
                 inbox.tokens.append(token)
                 if inbox.called:
-                    self._behind = True
+                    self._catching_up = CATCHING_UP_READS
                 elif inbox.waiter is not None:
                     self._call(inbox)
         for finished in message.finished:
@@ -301,7 +304,7 @@ class Connection:
         """The next in line go on; the others after whatever has come meanwhile."""
         self._wakes_on = False
         calls = self._calls
-        for _ in range(min(len(calls), WOKEN_WHEN_BEHIND if self._behind else WOKEN_AT_ONCE)):
+        for _ in range(min(len(calls), WOKEN_WHEN_BEHIND if self._catching_up else WOKEN_AT_ONCE)):
             calls.popleft().wake()
         if calls:
             self._wakes_on = True

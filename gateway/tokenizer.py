@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from stencilpress.gateway.detokenizer import TokenTable
-from stencilpress.gateway.template import BREAK, control_token_pattern, defuse, load_chat_template
+from stencilpress.gateway.template import (
+    BREAK,
+    ChatTemplate,
+    TemplateError,
+    control_token_pattern,
+    defuse,
+    load_chat_template,
+)
 
+PLACEHOLDER = "placeholder"
 PIECE_CHARS = 64 << 10
 """A longer text is first counted in pieces: megabytes at once take more than a gigabyte, only to be refused."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,6 +48,11 @@ class ModelTokenizer:
         special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         self._control_tokens = control_token_pattern(special)
         self._template = load_chat_template(model_dir, _named_tokens(model_dir))
+        self._cuts = _cuts(self._tokenizer)
+        self._known: dict[str, list[int]] = {"": []}
+        """Ids of what stands between cuts in every prompt: control tokens, and the template's own words."""
+        if self._cuts is not None and self._template is not None:
+            self._learn(self._template, self._cuts)
 
     @property
     def vocab_size(self) -> int:
@@ -79,12 +94,30 @@ class ModelTokenizer:
         safe = [{key: defuse(value, self._control_tokens) for key, value in message.items()} for message in messages]
         prompt = self._template.render(safe, variables, generation_prompt=generation_prompt)
         if BREAK not in prompt:
-            return self._encode(prompt, most, special=False)
+            return self._encode_prompt(prompt, most)
         ids: list[int] = []
         for part in prompt.split(BREAK):
             ids += self._encode(part, most, special=False)
             if len(ids) > most:
                 raise PromptTooLongError
+        return ids
+
+    def _learn(self, template: ChatTemplate, cuts: re.Pattern[str]) -> None:
+        """Encode once what a template puts around any message."""
+        with suppress(TemplateError):  # one that wants other messages than this
+            parts = cuts.split(template.render([{"role": "user", "content": PLACEHOLDER}]))
+            for part in parts:
+                if PLACEHOLDER not in part:
+                    self._known[part] = self._encode(part, sys.maxsize, special=False)
+
+    def _encode_prompt(self, prompt: str, most: int) -> list[int]:
+        """As :meth:`_encode` does it, without the parts that are known."""
+        if self._cuts is None:
+            return self._encode(prompt, most, special=False)
+        ids: list[int] = []
+        for part in self._cuts.split(prompt):
+            known = self._known.get(part)
+            ids += self._encode(part, most, special=False) if known is None else known
         return ids
 
     def _encode(self, text: str, most: int, *, special: bool) -> list[int]:
@@ -102,6 +135,18 @@ class ModelTokenizer:
             count += len(self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0])
             if count > 2 * most:
                 raise PromptTooLongError
+
+
+def _cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches the added tokens, at which a text may be cut and its parts encoded alone; None where that is not so."""
+    facts = json.loads(tokenizer.to_str())
+    added = facts["added_tokens"]
+    reaching = any(token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word", "normalized"))
+    first_differs = '"first"' in json.dumps(facts["pre_tokenizer"])  # Metaspace's prepend_scheme
+    if reaching or first_differs or not added:
+        return None
+    longest_first = sorted((token["content"] for token in added), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def _named_tokens(model_dir: Path) -> dict[str, str]:

@@ -153,6 +153,25 @@ def test_a_system_message_is_rendered_as_transformers_renders_it(tmp_path: Path)
     assert template.render(chat) == reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
 
 
+@pytest.mark.parametrize("odd", ["first part", "token with spaces", "neither"])
+def test_a_chat_is_encoded_as_a_whole_where_its_parts_depend_on_each_other(tmp_path: Path, odd: str) -> None:
+    """What a tokenizer does to the first part alone, or around a token, is not lost where prompts are cut at tokens."""
+    ends = "{% for message in messages %}{{ message['content'] }}<|eot|>{% endfor %}"
+    folder = build_model(tmp_path, ends)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    if odd == "first part":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    if odd == "token with spaces":
+        tokenizer.add_tokens([AddedToken("fox", special=False, lstrip=True, rstrip=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    chat = [{"role": "user", "content": "the quick fox jumps"}, {"role": "assistant", "content": "a fox <think> fox"}]
+    template = load_chat_template(folder, {"bos_token": "<|bos|>"})
+    assert template is not None
+    whole = tokenizer.encode(template.render(chat), add_special_tokens=False).ids
+    assert ModelTokenizer(folder).encode_chat(chat) == whole
+
+
 def test_a_raw_prompt_gets_the_models_first_token_and_is_never_cut(tmp_path: Path) -> None:
     ids = ModelTokenizer(build_model(tmp_path, None)).encode("the quick brown fox " * 10)
     assert ids[0] == 0
