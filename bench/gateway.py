@@ -42,7 +42,6 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.quota.plan import Quota
-from stencilpress.huge_pages import with_huge_pages
 
 BASE = "smollm2-135m-instruct"
 GATEWAY_CORE, LOAD_CORE = 0, 1
@@ -125,7 +124,7 @@ def running(model_dir: Path, interval_ms: float) -> Iterator[Bench]:
         log = stack.enter_context((folder / "gateway.log").open("w"))
         command = [sys.executable, "-m", "stencilpress.gateway"]
         gateway = stack.enter_context(
-            _process(command, GATEWAY_CORE, with_huge_pages(environment), pass_fds=(listener.fileno(),), stderr=log)
+            _process(command, GATEWAY_CORE, environment, pass_fds=(listener.fileno(),), stderr=log)
         )
         port = listener.getsockname()[1]
         _wait_ready(port)

@@ -23,7 +23,6 @@ from stencilpress.children import Child, ServeError, end
 from stencilpress.engine.heartbeat import Pulse
 from stencilpress.engine.settings import engine_sockets
 from stencilpress.engine.threads import usable_cores
-from stencilpress.huge_pages import with_huge_pages
 from stencilpress.sockets import (
     engine_listener,
     http_port,
@@ -157,7 +156,7 @@ class Server:
         }
         if settings.engines:
             given["STENCILPRESS_ENGINES"] = str(settings.engines)
-        environment = with_huge_pages({**settings.environment, **given})
+        environment = {**settings.environment, **given}
         return [
             self._gateway(number, environment, listener, peer.fileno(), line)
             for number, (peer, _) in enumerate(peers, 1)
