@@ -64,7 +64,7 @@ BACKLOG = 4096
 """Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
 drops what comes on top, which then waits a second."""
 TOKENIZER_THREADS = 2
-GARBAGE_OBJECTS = 10_000
+GARBAGE_OBJECTS = 2_000
 """New objects before garbage is looked for: Python's 700 are made by a few requests on their way in, which it delays.
 Nearly everything is freed by its count of references; what is not adds up to some megabytes until then."""
 BEAT_S = 1.0
