@@ -84,7 +84,7 @@ def build_model(folder: Path, template: str | None) -> Path:
         vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL
     )
     tokenizer.train_from_iterator(["the quick brown fox; system user assistant"], trainer)
-    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     tokenizer.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     tokenizer.enable_truncation(8)  # a setting left over from training; serving must not cut prompts
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -161,7 +161,7 @@ def test_a_chat_is_encoded_as_a_whole_where_its_parts_depend_on_each_other(tmp_p
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     if odd == "first part":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="Ġ", prepend_scheme="first")  # in the vocabulary
     if odd == "token with spaces":
         tokenizer.add_tokens([AddedToken("fox", special=False, lstrip=True, rstrip=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
