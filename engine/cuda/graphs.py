@@ -10,10 +10,10 @@ occur is compiled by then. The rest is launched kernel by kernel, and captured o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from stencilpress.engine.cuda.feedback import Feedback
 from stencilpress.engine.cuda.inputs import Inputs, aligned
 from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.rows import StepRows
-from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, Adapted, DeviceRows, TritonDecoder
+from stencilpress.engine.model.triton_llama import (
+    ALL_GROUPS,
+    ATTENTION_GROUPS,
+    Adapted,
+    DeviceRows,
+    TritonDecoder,
+    covering_groups,
+)
 from stencilpress.kernels.attention.triton_decode import choose_splits
 from stencilpress.kernels.compile_ahead import compiling_only
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
@@ -106,7 +113,7 @@ class DecodeGraphs:
         self.tokens_B = torch.zeros(largest, dtype=torch.int32, device=device)
         self.logits_BV = torch.zeros(largest, decoder.spec.vocab_size, dtype=decoder.pool.dtype, device=device)
         self._tables_BP = torch.zeros(largest, max_pages, dtype=torch.int32, device=device)
-        self._factors = [1 << n for n in range((max(1, -(-max_rank // RANKS)) - 1).bit_length() + 1)]
+        self._factors = item_factors(max_rank, RANKS)
         scratch = Adapting(1, False, self._factors[-1], ALL_GROUPS)
         self._scratch = SgmvWork.allocate(
             scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
@@ -192,7 +199,7 @@ class DecodeGraphs:
         return Variant(size, splits, adapting)
 
     def _adapting(self, plan: WorkPlan, size: int, groups: int) -> Adapting:
-        groups = ATTENTION_GROUPS if groups | ATTENTION_GROUPS == ATTENTION_GROUPS else ALL_GROUPS
+        groups = covering_groups(groups)
         few = plan.tile.rows > 1 and len(plan.blocks_B4) <= FEW_BLOCKS
         fits = (Adapting(plan.tile.rows, few, factor, groups) for factor in self._factors)
         return next(kind for kind in fits if kind.items(size) >= len(plan.items_W4))
@@ -243,12 +250,8 @@ class DecodeGraphs:
         self._compute(views, self._one_layer)
 
     def _captured(self, views: _Graph) -> _Graph:
-        """Record the graph. Nothing runs, and nothing may compile: its kernels must have run before."""
-        graph = torch.cuda.CUDAGraph()
         with self._products.fastest(len(views.seats_B)):
-            graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")
-            self._compute(views, self._decoder)
-            graph.capture_end()
+            graph = captured(self.memory, lambda: self._compute(views, self._decoder))
         return replace(views, graph=graph)
 
     def _compute(self, views: _Graph, decoder: TritonDecoder) -> None:
@@ -257,6 +260,21 @@ class DecodeGraphs:
         logits_BV = self.logits_BV[:size]
         logits_BV.copy_(decoder.logits(*decoder.forward(rows)))
         self._feedback.draw_best(logits_BV, views.seats_B, self.tokens_B[:size])
+
+
+def item_factors(max_rank: int, ranks: int) -> list[int]:
+    """Items of a block that graphs have room for: powers of two, up to what the largest rank takes."""
+    return [1 << n for n in range((max(1, -(-max_rank // ranks)) - 1).bit_length() + 1)]
+
+
+def captured(memory: Any, compute: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What ``compute`` launches, as a graph that computes in ``memory``. Nothing runs, and nothing may compile: its
+    kernels must have run before."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+    compute()
+    graph.capture_end()
+    return graph
 
 
 def _idle(rows: DeviceRows) -> None:

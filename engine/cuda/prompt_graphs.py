@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stencilpress.engine.cuda.eager import drawn_logits
 from stencilpress.engine.cuda.feedback import Feedback
-from stencilpress.engine.cuda.graphs import REACHES
+from stencilpress.engine.cuda.graphs import RANKS, REACHES, captured
 from stencilpress.engine.cuda.inputs import Inputs, Int32
 from stencilpress.engine.cuda.products import Products
 from stencilpress.engine.cuda.prompt_kinds import (
@@ -27,7 +27,6 @@ from stencilpress.engine.cuda.prompt_kinds import (
     ITEMS,
     LADDER,
     MOST_PROMPTS,
-    RANKS,
     Kind,
     Kinds,
     Plans,
@@ -218,12 +217,8 @@ class PromptGraphs:
     def _capture(self, kind: Kind) -> None:
         """Record the graph. Nothing may compile meanwhile: its kernels are launched before."""
         places = self._launch_one_layer(kind)
-        graph = torch.cuda.CUDAGraph()
         with self._products.fastest(kind.rows):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            self._compute(kind, places, self._decoder)
-            graph.capture_end()
-        self._graphs[kind] = graph
+            self._graphs[kind] = captured(self._memory, lambda: self._compute(kind, places, self._decoder))
 
     def _compute(self, kind: Kind, places: _Places, decoder: TritonDecoder) -> None:
         tokens_T, seats_D = places.tokens_T[1], places.seats_D[1]

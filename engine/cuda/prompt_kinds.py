@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from stencilpress.engine.cuda.graphs import RANKS, REACHES, item_factors
 from stencilpress.engine.cuda.rows import StepRows
-from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS
+from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS, covering_groups
 from stencilpress.kernels.sgmv.triton_work import Tile, WorkPlan, apart, plan_work
 
 LADDER = (64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024, 1280, 1536, 2048)
 """Rows of graphs. A step of more keeps the device busy for longer than the host takes to launch it."""
-LONG = 512
-"""Positions up to which decodes are not cut into runs."""
 FEW_LONG_DECODES = 16
 """Up to so many decodes are cut into runs, if they are long."""
 MOST_PROMPTS = 32
-RANKS, BLOCK_ROWS, WIDE_RANKS = 16, 64, 64
-"""Rank slices of an item of a single row; rows and rank slices of a block's."""
+BLOCK_ROWS, WIDE_RANKS = 64, 64
+"""Of blocks of many rows: rows, and rank slices of an item where ranks are higher than a single row's."""
 ITEMS = (32, 64, 128, 256, 384, 512, 768, 1024)
 """Room for items of single rows: programs without any cost time, the more so the more there are."""
 BLOCKS = (15, 32, 64)
@@ -68,7 +67,7 @@ class Kinds:
     def __init__(self, *, sequences: int, max_tokens: int, max_rank: int, splits: Callable[[int, int], int]) -> None:
         self.sizes: Sequence[int] = [size for size in LADDER if size < max_tokens + LADDER[0]]
         self.tile = Tile(BLOCK_ROWS, WIDE_RANKS if max_rank > RANKS else RANKS)
-        self.factors = [1 << n for n in range((max(1, -(-max_rank // WIDE_RANKS)) - 1).bit_length() + 1)]
+        self.factors = item_factors(max_rank, WIDE_RANKS)
         self._sequences = sequences
         self._most_items = _at_least(ITEMS, sequences * -(-max_rank // RANKS)) or ITEMS[-1]
         self._some_items = _at_least(ITEMS, sequences) or ITEMS[-1]
@@ -86,7 +85,7 @@ class Kinds:
         if not size or sequences > self._sequences or sequences - decodes > MOST_PROMPTS:
             return None
         room, splits = self._room(size), 1
-        if rows.longest > LONG:
+        if rows.longest > REACHES[0]:
             room = FEW_LONG_DECODES if decodes <= FEW_LONG_DECODES else room
             splits = self._splits(room, rows.longest)
         kind = Kind(size, room, splits)
@@ -102,8 +101,7 @@ class Kinds:
                 return None
             kind = kind._replace(items=items)
         if kind.blocks or kind.items:
-            only_attention = rows.groups | ATTENTION_GROUPS == ATTENTION_GROUPS
-            return kind._replace(groups=ATTENTION_GROUPS if only_attention else ALL_GROUPS)
+            return kind._replace(groups=covering_groups(rows.groups))
         return kind
 
     def common(self) -> Iterator[Kind]:

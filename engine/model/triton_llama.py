@@ -34,6 +34,11 @@ ATTENTION_GROUPS = 1 << QKV | 1 << OUT
 ALL_GROUPS = ATTENTION_GROUPS | 1 << GATE_UP | 1 << DOWN
 
 
+def covering_groups(groups: int) -> int:
+    """Those of a graph that serves these groups: attention's alone, or all."""
+    return ATTENTION_GROUPS if groups | ATTENTION_GROUPS == ATTENTION_GROUPS else ALL_GROUPS
+
+
 @dataclass(frozen=True, slots=True)
 class Adapted:
     """Which rows have adapters: loaded work lists of rows apart, and a bit for each group that they change."""

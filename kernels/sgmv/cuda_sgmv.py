@@ -1,4 +1,4 @@
-"""The segmented product in CUDA C++, where that was measured faster than Triton (docs/decisions/0016).
+"""The segmented product in CUDA C++, where that was measured faster than Triton (docs/decisions/0020).
 
 On Hopper and later, in bf16, with widths that are multiples of eight and rows that start at multiples of 16 bytes:
 ``rows.cu`` for decodes of some dozens of rows, ``expand.cu`` for prompts of blocks of one item each.
@@ -15,7 +15,7 @@ import torch
 from stencilpress.kernels.cuda_launch import CudaKernel, available, launch
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
-from stencilpress.kernels.triton_launch import dependent_launch
+from stencilpress.kernels.triton_launch import dependent_launch, divide_up
 
 RUN, SLICES, MOST_PARTS = 1024, 16, 32
 """Of ``rows.cu``: elements of a slice that a program takes, slices of an item, and parts of the inputs."""
@@ -107,11 +107,11 @@ def _fits(rows: torch.Tensor, shape: GroupShape) -> bool:
 
 
 def _parts(shape: GroupShape) -> int:
-    return -(-shape.in_features // RUN)
+    return divide_up(shape.in_features, RUN)
 
 
 def _tiles(shape: GroupShape, run: int) -> int:
-    return sum(-(-n // run) for n in shape.out_features)
+    return sum(divide_up(n, run) for n in shape.out_features)
 
 
 def rows(

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from stencilpress.engine.plan import Fetched, FetchOrder
-from tests.unit.simulator import Storm, code, make_engine, shape
+from tests.unit.simulator import Engine, Storm, code, make_engine, shape
+
+
+def settle(engine: Engine) -> None:
+    """Step until nothing runs and nothing is on its way."""
+    while engine.step() is not None or engine.loader.orders:
+        pass
+
+
+def is_kept(engine: Engine, adapter: str) -> bool:
+    seen = engine.residency.known(adapter)
+    return seen is not None and seen.kept
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -16,8 +27,7 @@ def test_storm(seed: int, ahead: bool) -> None:
     assert engine.pool.kv == 0
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
     assert all(client.finished is not None for client in engine.clients.values())
-    while engine.step() is not None or engine.loader.orders:
-        pass  # what was used of late may still be on its way back
+    settle(engine)  # what was used of late may still be on its way back
     while engine.residency.evict_one():
         pass
     assert engine.pool.free == engine.pool.total
@@ -147,8 +157,7 @@ def test_what_is_pinned_gives_way_only_to_who_could_never_run_otherwise_and_come
     """For its prompt, for its answer, for its adapter: the pool has too few pages beside those that are pinned."""
     engine = make_engine(pages=12, needs={"A": 4, "B": 9}, max_model_len=64)
     assert engine.residency.keep(9, ["A"], []) == ""
-    while engine.step() is not None or engine.loader.orders:
-        pass
+    settle(engine)
     for i in range(6):
         engine.submit((1, i), [i] * 9, 6)
     engine.run_until_idle()
@@ -158,11 +167,8 @@ def test_what_is_pinned_gives_way_only_to_who_could_never_run_otherwise_and_come
     assert large.text == large.expected
     assert engine.residency.activities.of("A").evictions == 1
     engine.now_s += 2
-    while engine.step() is not None or engine.loader.orders:
-        pass
-    seen = engine.residency.known("A")
-    assert seen is not None
-    assert seen.kept
+    settle(engine)
+    assert is_kept(engine, "A")
 
 
 def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
@@ -174,8 +180,5 @@ def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
         engine.step()
     assert not engine.residency.ready("A")
     engine.now_s += 2
-    while engine.step() is not None or engine.loader.orders:
-        pass
-    seen = engine.residency.known("A")
-    assert seen is not None
-    assert seen.kept
+    settle(engine)
+    assert is_kept(engine, "A")
