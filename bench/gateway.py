@@ -14,133 +14,31 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import uvloop
-from tokenizers import Tokenizer
 
 from bench.gateway_load import Seen, Target, closed_loop, connect, drain
 from bench.gateway_memory import growth_mib_h, watch_memory
+from bench.gateway_served import BURSTS, GATEWAY_CORE, LOAD_CORE, PROMPT, TOKENS, Bench, pinned, running, wait_ready
 from bench.results import Result, median_result, record
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
-from stencilpress.gateway.catalog.records import TenantLimits
-from stencilpress.gateway.catalog.schema import migrate
-from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.tenants import create_tenant
-from stencilpress.gateway.keys import issue_key
-from stencilpress.gateway.quota.plan import Quota
 
 BASE = "smollm2-135m-instruct"
-GATEWAY_CORE, LOAD_CORE = 0, 1
 GIVES_WAY = ("nice", "-n", "19")
-WORDS = " the sea and then of a in to is for on with as by at from that it was be"
-PROMPT = "Write a few sentences about the tides of the sea, step by step, for a reader who has never heard of them."
-TOKENS = 64
 INTERVAL_MS = 20.0
 PAUSE_S = 0.04
 """Between a stream and the next on its connection, on average."""
-MANY = 10**9
-GENEROUS = Quota(MANY, MANY, 10**6, 10**12, 10**12)
-BURSTS = {
-    "concurrent_streams": Quota(concurrent_streams=100),
-    "requests_per_minute": Quota(requests_per_minute=100),
-    "tokens_per_minute": Quota(tokens_per_minute=10_000),
-    "tokens_per_day": Quota(tokens_per_day=10_000),
-    "tokens_per_month": Quota(tokens_per_month=10_000),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A running gateway with its engine. ``keys`` is by tenant."""
-
-    port: int
-    keys: dict[str, str]
-    engine_socket: Path
-    prompt: list[int]
-    text: str
-    """What an answer says."""
-    gateway: psutil.Process
-
-    def target(self, tenant: str = "generous") -> Target:
-        return Target("127.0.0.1", self.port, self.keys[tenant], "base")
-
-
-@contextlib.contextmanager
-def _process(
-    command: Sequence[str], core: int, environment: dict[str, str] | None = None, **more: Any
-) -> Iterator[Any]:
-    pinned = ["taskset", "--cpu-list", str(core), *command]
-    process = subprocess.Popen(pinned, env={**os.environ, **(environment or {})}, **more)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=20)
-
-
-def _wait_ready(port: int, path: str = "/readyz") -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"nothing is ready on port {port}")
-
-
-@contextlib.contextmanager
-def running(model_dir: Path, interval_ms: float) -> Iterator[Bench]:
-    """Engine and gateway with a catalog of their own."""
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    words = tokenizer.encode(WORDS).ids
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stencilpress-bench-")))
-        url = f"sqlite:///{folder / 'catalog.db'}"
-        keys = asyncio.run(_fill(url))
-        engine = [sys.executable, "-m", "bench.gateway_engine", str(folder / "engine.sock"), str(model_dir)]
-        engine += ["--interval-ms", str(interval_ms), "--words", *map(str, words)]
-        stack.enter_context(_process(engine, LOAD_CORE))
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=4096))
-        settings = {
-            "MODEL_DIR": str(model_dir),
-            "DATABASE_URL": url,
-            "ENGINE_SOCKET": str(folder / "engine.sock"),
-            "HTTP_FD": str(listener.fileno()),
-        }
-        environment = {f"STENCILPRESS_{name}": value for name, value in settings.items()}
-        log = stack.enter_context((folder / "gateway.log").open("w"))
-        command = [sys.executable, "-m", "stencilpress.gateway"]
-        gateway = stack.enter_context(
-            _process(command, GATEWAY_CORE, environment, pass_fds=(listener.fileno(),), stderr=log)
-        )
-        port = listener.getsockname()[1]
-        _wait_ready(port)
-        text = tokenizer.decode([words[i % len(words)] for i in range(TOKENS)])
-        yield Bench(port, keys, folder / "engine.sock", tokenizer.encode(PROMPT).ids, text, psutil.Process(gateway.pid))
-
-
-async def _fill(url: str) -> dict[str, str]:
-    async with Database(url) as db:
-        await migrate(db)
-        keys = {}
-        for name, quota in {"generous": GENEROUS, **BURSTS}.items():
-            tenant = name.replace("_", "-")
-            await create_tenant(db, tenant, TenantLimits(quota=quota))
-            keys[name] = (await issue_key(db, tenant)).token
-        return keys
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -337,8 +235,8 @@ def litellm_case(command: Path, repeats: int) -> list[Result]:
         config = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
         config.write(json.dumps(settings))  # JSON is YAML
         config.flush()
-        stack.enter_context(_process(upstream, LOAD_CORE))
-        _wait_ready(upstream_port)
+        stack.enter_context(pinned(upstream, LOAD_CORE))
+        wait_ready(upstream_port)
         proxy = [
             str(command),
             "--config",
@@ -351,8 +249,8 @@ def litellm_case(command: Path, repeats: int) -> list[Result]:
             "1",
         ]
         quiet = subprocess.DEVNULL
-        stack.enter_context(_process(proxy, GATEWAY_CORE, stdout=quiet, stderr=quiet))
-        _wait_ready(port, path="/health/liveliness")
+        stack.enter_context(pinned(proxy, GATEWAY_CORE, stdout=quiet, stderr=quiet))
+        wait_ready(port, path="/health/liveliness")
         targets = [Target("127.0.0.1", at, keys["master_key"], "base") for at in (upstream_port, port)]
         times: list[list[list[float]]] = [[], []]
         rates, plain = [], []
@@ -462,8 +360,8 @@ def main(arguments: list[str]) -> int:
             results += memory_case(bench, options.minutes)
     if "saturation" in cases:
         port = _free_port()
-        with _process([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):
-            _wait_ready(port)
+        with pinned([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):
+            wait_ready(port)
             results += saturation_case(model_dir, options.repeats, port)
     if "plain" in cases:
         with running(model_dir, 0.0) as bench:
@@ -475,10 +373,15 @@ def main(arguments: list[str]) -> int:
         aim = "" if goal is None else f"  goal {goal}"
         print(f"{one.case:26} {one.system:20} {one.metric:20} {one.value:10.2f} {one.unit:9}{one.spread}{aim}")
     if options.record:
-        circumstances = {"load_before": round(load, 2), "note": options.note}
+        circumstances = {"load_before": round(load, 2), "note": options.note, "processor": _processor()}
         stamped = [replace(one, settings={**one.settings, **circumstances}) for one in results]
         record(stamped, ("aiohttp", "uvloop", "msgspec"))
     return 0
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _free_port() -> int:
