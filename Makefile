@@ -8,6 +8,8 @@ NVRTC := cuda-bindings==13.5.0 nvidia-cuda-nvrtc==13.5.37
 T ?=
 # Processes that share the tests, file by file.
 WORKERS ?= 2
+# Processes that share one GPU's tests: each has a context of its own there, and compiles what the others have not.
+GPU_WORKERS ?= 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -48,7 +50,7 @@ test: $(VENV)/.test ## the test suite: CPU only, no Docker (T=path for a part)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(T)
 
 test-gpu: $(VENV)/.test ## kernels on an NVIDIA GPU against float32
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist loadgroup tests/gpu
 
 parity: $(VENV)/.test ## greedy tokens of base and shipped adapters against transformers + PEFT, computed live
 	$(BIN)/python -m bench parity

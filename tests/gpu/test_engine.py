@@ -52,6 +52,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="needs a GPU"),
 ]
+on_one_llama = pytest.mark.xdist_group("llama")  # by one process, so that the fixture is made once
 CUDA = torch.device("cuda")
 GREEDY = Sampling(temperature=0.0)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -152,6 +153,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers_and_peft(family: str
     next(making, None)
 
 
+@on_one_llama
 def test_graphs_equal_eager_steps_whatever_adapters_come(llama: Served) -> None:
     """The same graph replays with other adapters, ranks and numbers of rows; what is rare is eager, then captured."""
     base = None
@@ -178,6 +180,7 @@ def test_graphs_equal_eager_steps_whatever_adapters_come(llama: Served) -> None:
     assert all(graph.graph is not None for graph in captured.values())
 
 
+@on_one_llama
 @torch.inference_mode()
 def test_graphs_of_steps_with_prompts_equal_eager_steps(llama: Served) -> None:
     """By a graph that has more room, then by the kind's own; decodes and prompts, adapters of few rows and of many."""
@@ -204,6 +207,7 @@ def test_graphs_of_steps_with_prompts_equal_eager_steps(llama: Served) -> None:
         assert torch.equal(found[-2], found[-1])
 
 
+@on_one_llama
 def test_a_rare_step_is_captured_when_it_has_occurred_a_few_times(llama: Served) -> None:
     graphs = llama.runner._graphs
     text = prompts(1, 60, 8)[0]
@@ -218,6 +222,7 @@ def test_a_rare_step_is_captured_when_it_has_occurred_a_few_times(llama: Served)
     assert sum(variant.rows == 1 and variant.adapting is not None for variant in graphs._graphs) == 1
 
 
+@on_one_llama
 def test_draws_depend_on_seed_and_position_alone(llama: Served) -> None:
     """Also where the best few scores are not enough: at a high temperature every token of the vocabulary counts."""
     text = prompts(1, 12, 9)[0]
