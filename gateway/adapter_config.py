@@ -83,6 +83,11 @@ def read_config(raw: dict[str, Any]) -> tuple[PeftConfig | None, list[Finding]]:
     return config, findings + malformed
 
 
+def deciding_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The fields that decide the result, of a config that was accepted, and what says that it is one."""
+    return {"peft_type": "LORA", **_given(raw)}
+
+
 def check_base(raw: dict[str, Any], base_ids: Sequence[str], *, assert_base: bool) -> tuple[list[Finding], bool]:
     """Is the adapter for this base? ``base_ids`` are the base's id and aliases.
 
@@ -204,5 +209,8 @@ def _combination_findings(raw: dict[str, Any]) -> list[Finding]:
 
 
 def _peft_config(raw: dict[str, Any]) -> PeftConfig:
-    given = {field: raw[field] for field in _CHECKS if raw.get(field) is not None}
-    return msgspec.convert(given, PeftConfig)
+    return msgspec.convert(_given(raw), PeftConfig)
+
+
+def _given(raw: dict[str, Any]) -> dict[str, Any]:
+    return {field: raw[field] for field in _CHECKS if raw.get(field) is not None}

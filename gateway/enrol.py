@@ -14,14 +14,15 @@ from stencilpress.engine.spec import load_spec
 from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from stencilpress.gateway.archive import ARCHIVE_NAME
-from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular
+from stencilpress.gateway.blobs import BlobStore, Staging, UploadError, open_regular, storage_errors
 from stencilpress.gateway.catalog.adapters import add_version, list_digests
-from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits
+from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, TenantLimits, VersionFiles
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import InvalidAdapterError, InvalidRequestError
 from stencilpress.gateway.intake import Accepted, IntakeLimits, Rejected, validate_upload
 from stencilpress.gateway.intake_records import BaseCheck, Dtype
 from stencilpress.gateway.lifecycle.gate import IntakeGate
+from stencilpress.gateway.lifecycle.originals import leave_content, read_files
 from stencilpress.gateway.names import BaseNames, check_adapter_name
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
@@ -127,8 +128,9 @@ class Enrolment:
         allowed = _intake_limits(limits, self._max_rank)
         async with self.gate.turn(tenant_id):
             accepted = await self._validate(staging.folder, allowed, check, archive)
+        files = await asyncio.to_thread(_taken_apart, staging.folder)
         await staging.publish(accepted)  # locked until the staging ends, so the row comes in time
-        new = _new_version(accepted)
+        new = _new_version(accepted, files)
         added = await add_version(self._db, tenant_id, name, new, self._base, promote=promote, actor=actor)
         return replace(added, modules=accepted.modules)
 
@@ -187,7 +189,15 @@ def _intake_limits(limits: TenantLimits, max_rank: int) -> IntakeLimits:
     )
 
 
-def _new_version(accepted: Accepted) -> NewVersion:
+def _taken_apart(folder: Path) -> VersionFiles:
+    """What is the uploader's goes to the version, what is left to the blob. Blocks."""
+    with storage_errors():
+        files = read_files(folder)
+        leave_content(folder)
+    return files
+
+
+def _new_version(accepted: Accepted, files: VersionFiles) -> NewVersion:
     return NewVersion(
         digest=accepted.digest,
         base_id=accepted.base_id,
@@ -196,4 +206,5 @@ def _new_version(accepted: Accepted) -> NewVersion:
         target_modules=accepted.target_modules,
         size_bytes=accepted.size_bytes,
         source_files=FILES,
+        files=files,
     )

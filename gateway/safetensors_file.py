@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -53,8 +54,13 @@ class SafetensorsFile:
 
     def __init__(self, file: BinaryIO, data_start: int, entries: list[TensorEntry]) -> None:
         self._file = file
-        self._data_start = data_start
+        self.data_start = data_start
+        """Where the first tensor begins, in bytes."""
         self._entries = {entry.name: entry for entry in entries}
+
+    @property
+    def entries(self) -> Collection[TensorEntry]:
+        return self._entries.values()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -63,7 +69,7 @@ class SafetensorsFile:
     def load(self, name: str) -> Tensor:
         """The tensor as float32, float16, or uint16 with the bits of bfloat16."""
         entry = self._entries[name]
-        self._file.seek(self._data_start + entry.start)
+        self._file.seek(self.data_start + entry.start)
         data = self._file.read(entry.end - entry.start)
         return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
 

@@ -25,7 +25,16 @@ from stencilpress.commands import (
 if TYPE_CHECKING:
     from stencilpress.bases import Base
     from stencilpress.gateway.catalog.canaries import Comparison
-    from stencilpress.gateway.catalog.records import Alias, AliasTarget, Expected, SmokeRun, Tenant
+    from stencilpress.gateway.catalog.records import (
+        Alias,
+        AliasTarget,
+        Expected,
+        InBlob,
+        SmokeRun,
+        Tenant,
+        Version,
+        VersionFiles,
+    )
     from stencilpress.gateway.catalog.session import Database
 
 T = TypeVar("T")
@@ -130,11 +139,28 @@ def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) ->
     """Show the projections that a version adapts, with their ranks; as JSON its config, too."""
     from stencilpress.gateway.lifecycle.contents import read_contents
 
-    found = asyncio.run(read_contents(_blob(place, _view(place, ref, tenant_name).digest)))
+    version, files = _stored(place, ref, tenant_name)
+    found = asyncio.run(read_contents(version, files, _blob(place, version.digest)))
     if as_json:
         show_one(found, as_json)
         return
     show(found.modules, as_json)
+
+
+def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, VersionFiles | InBlob | None]:
+    """A version with what the catalog keeps of its files."""
+    from stencilpress.gateway.catalog.adapters import get_adapter
+    from stencilpress.gateway.catalog.records import find_version_of
+    from stencilpress.gateway.catalog.version_files import find_files
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+
+    async def work(db: Database, owner: Tenant) -> tuple[Version, VersionFiles | InBlob | None]:
+        found = find_version_of(await get_adapter(db, owner.id, name), number)
+        return found, await find_files(db, owner.id, name, number)
+
+    return with_tenant(place, tenant_name, work)
 
 
 def _blob(place: Place, digest: str) -> Path:
@@ -155,21 +181,24 @@ def _blob(place: Place, digest: str) -> Path:
 @json_option
 def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
     """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
-    from stencilpress.gateway.lifecycle.diff import diff_versions
+    from stencilpress.gateway.lifecycle.diff import Side, diff_versions
+    from stencilpress.gateway.lifecycle.originals import config_of
     from stencilpress.gateway.worker_process import WorkerError
 
-    left = _view(place, ref, tenant_name)
-    right = _view(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
-    base = _base_of(place, left.base)
-    folders = [_blob(place, one.digest) for one in (left, right)]
+    left = _stored(place, ref, tenant_name)
+    right = _stored(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
+    base = _base_of(place, left[0].base_id)
+    blobs = [(files, _blob(place, version.digest)) for version, files in (left, right)]
+    sides = [Side(blob, config_of(files, blob)) for files, blob in blobs]
     try:
-        found = asyncio.run(diff_versions(folders[0], folders[1], base.folder, "auto"))
+        found = asyncio.run(diff_versions(sides[0], sides[1], base.folder, "auto"))
     except (WorkerError, TimeoutError) as error:
         raise click.ClickException(f"the versions could not be compared: {error}") from error
     if as_json:
         show_one(found, as_json)
         return
-    show(found.config, as_json)
+    if found.config is not None:
+        show(found.config, as_json)
     show(found.deltas, as_json)
 
 

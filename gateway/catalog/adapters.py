@@ -28,6 +28,7 @@ from stencilpress.gateway.catalog.records import (
     Version,
 )
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.version_files import keep_files
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError
 from stencilpress.gateway.names import DEFAULT_ALIAS, BaseNames, check_adapter_name, is_name
@@ -45,10 +46,11 @@ async def add_version(
 ) -> AddedVersion:
     """Add the next version of an adapter, which is created with its first one.
 
-    The same digest again is the same version; one that was deleted comes back. ``promote`` None points ``prod`` at
-    an adapter's first version only; True always, False never; but never past smoke prompts. Uploads of one tenant
-    take turns on its row, and no number is given twice. Raises :class:`InvalidRequestError` (name, limits),
-    :class:`ConflictError` for a disabled tenant, a deleted adapter, or the name of one that is shared with the tenant.
+    The same digest again is the same version, with the files that it came with; one that was deleted comes back.
+    ``promote`` None points ``prod`` at an adapter's first version only; True always, False never; but never past smoke
+    prompts. Uploads of one tenant take turns on its row, and no number is given twice. Raises
+    :class:`InvalidRequestError` (name, limits), :class:`ConflictError` for a disabled tenant, a deleted adapter, or the
+    name of one that is shared with the tenant.
     """
     check_adapter_name(name, base)
     async with db.write() as session:
@@ -67,6 +69,7 @@ async def add_version(
         elif row.deleted_at is not None:
             row.deleted_at = None
             audit(session, actor, "version.restore", Target("version", f"{name}@{row.number}", tenant_id))
+        await keep_files(session, row, new.files)
         first = created and row.number == 1
         promoted = first if promote is None else promote
         if promoted:

@@ -21,6 +21,7 @@ from stencilpress.gateway.catalog.models import (
     SmokeRunRow,
     SmokeSuiteRow,
     TenantRow,
+    VersionFilesRow,
     VersionRow,
 )
 from stencilpress.gateway.catalog.records import Share, SmokeRun, SmokeSuite
@@ -28,7 +29,7 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import tenant_row
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 
-OWNED = (SmokeRunRow, SmokeSuiteRow, ShareRow, CanaryRow, AliasRow, AliasMoveRow, VersionRow)
+OWNED = (SmokeRunRow, SmokeSuiteRow, ShareRow, CanaryRow, AliasRow, AliasMoveRow, VersionFilesRow, VersionRow)
 """What goes with an adapter, in an order that foreign keys allow."""
 
 
@@ -260,13 +261,15 @@ async def _version(session: AsyncSession, adapter: AdapterRow, number: int) -> V
 
 
 async def _forget_traces(session: AsyncSession, version: VersionRow) -> None:
-    """Its smoke runs, and what points at it: only of a deleted adapter, a version alone cannot be deleted before."""
+    """Its files and smoke runs, and what points at it: only of a deleted adapter, a version alone cannot be deleted
+    before."""
     at, number = version.adapter_id, version.number
     aliases = select(AliasRow.name).where(AliasRow.adapter_id == at, AliasRow.version == number)
     canaries = (CanaryRow.version == number) | CanaryRow.alias.in_(aliases)
     await session.execute(delete(CanaryRow).where(CanaryRow.adapter_id == at, canaries))
     await session.execute(delete(AliasRow).where(AliasRow.adapter_id == at, AliasRow.version == number))
-    await session.execute(delete(SmokeRunRow).where(SmokeRunRow.adapter_id == at, SmokeRunRow.version == number))
+    for table in (SmokeRunRow, VersionFilesRow):
+        await session.execute(delete(table).where(table.adapter_id == at, table.version == number))
 
 
 async def _check_free(session: AsyncSession, guest: TenantRow, adapter: AdapterRow) -> None:

@@ -198,6 +198,25 @@ class VersionRow(Table):
     deleted_at: Mapped[datetime | None]
 
 
+class VersionFilesRow(Table):
+    """What of a version's uploaded files is its own: the blob of its digest has them from whoever came first.
+
+    Both null: it came first, before these were kept, and the blob's are its own. No row: they were not kept.
+    """
+
+    __tablename__ = "version_files"
+    __table_args__: Any = (
+        ForeignKeyConstraint(["adapter_id", "version"], ["versions.adapter_id", "versions.number"]),
+        CheckConstraint("(config IS NULL) = (weights_header IS NULL)", "both_or_none"),
+    )
+
+    adapter_id: Mapped[int] = mapped_column(ForeignKey("adapters.id"), primary_key=True, autoincrement=False)
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    config: Mapped[bytes | None] = mapped_column(LargeBinary)
+    weights_header: Mapped[bytes | None] = mapped_column(LargeBinary)
+    """Deflated (zlib)."""
+
+
 class AliasRow(Table):
     """Points at a version of its own adapter: the composite foreign key allows no other."""
 

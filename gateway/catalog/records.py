@@ -17,6 +17,10 @@ Keeping = Literal["pin", "preload"]
 """What an operator may do about an adapter: keep it in the engines' memory, or have it brought in at their start."""
 
 
+InBlob = Literal["in blob"]
+"""A version's files are the blob's: it is from before they were kept, and was the first with its content."""
+
+
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
     """What a tenant may use: its plan. None is no limit of its own."""
@@ -92,6 +96,16 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionFiles:
+    """What of a version's two files is its uploader's alone, while the tensors are those of its digest."""
+
+    config: bytes = field(repr=False)
+    """``adapter_config.json``, byte by byte."""
+    weights_header: bytes = field(repr=False)
+    """The JSON at the head of ``adapter_model.safetensors``, deflated (zlib)."""
+
+
+@dataclass(frozen=True, slots=True)
 class NewVersion:
     """What intake found in an upload whose blob already lies in its folder."""
 
@@ -104,6 +118,8 @@ class NewVersion:
     target_modules: tuple[str, ...]
     size_bytes: int
     source_files: tuple[str, ...]
+    files: VersionFiles | None = None
+    """None keeps nothing of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import JSON, Column, insert, select
+from sqlalchemy import JSON, Column, func, insert, select
 from sqlalchemy import Table as SqlTable
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -23,9 +23,10 @@ from stencilpress.gateway.blobs import is_digest
 from stencilpress.gateway.catalog.alert_models import AlertRuleRow
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.limits import check_flat
-from stencilpress.gateway.catalog.models import AliasMoveRow, Table, TenantRow
+from stencilpress.gateway.catalog.models import AdapterRow, AliasMoveRow, Table, TenantRow
 from stencilpress.gateway.catalog.schema import newest_revision
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.version_files import distrust_blobs
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
 
 FORMAT = "stencilpress-catalog"
@@ -35,6 +36,7 @@ EXPORTED = (
     "api_keys",
     "adapters",
     "versions",
+    "version_files",
     "alias_moves",
     "aliases",
     "canaries",
@@ -120,7 +122,9 @@ async def import_catalog(
     try:
         async with db.write() as session:
             arrival = _Arrival(session, skip_existing)
+            last_id = await session.scalar(select(func.max(AdapterRow.id))) or 0
             await arrival.take_all(lines)
+            await distrust_blobs(session, last_id)
             done = arrival.result()
             audit(session, actor, "catalog.import", Target("catalog", "", None), after={"rows": done.rows})
     except IntegrityError:

@@ -12,6 +12,8 @@ import msgspec
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.catalog.records import InBlob, Version, VersionFiles
+from stencilpress.gateway.lifecycle.originals import config_of
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
 MAX_TENSORS = 1 << 16
@@ -26,19 +28,22 @@ class ProjectionRanks(msgspec.Struct, frozen=True):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """`config` is `adapter_config.json` as it was uploaded."""
+    """`config` is `adapter_config.json` as it was uploaded; null for a version from before it was kept with each.
 
-    config: dict[str, Any]
+    Uploading the same files again keeps it.
+    """
+
+    config: dict[str, Any] | None
     modules: list[ProjectionRanks]
 
 
-async def read_contents(folder: Path) -> Contents:
-    """Of a blob, whose files intake has accepted. Only headers are read. Raises ``OSError``."""
-    return await asyncio.to_thread(_read, folder)
+async def read_contents(version: Version, files: VersionFiles | InBlob | None, folder: Path) -> Contents:
+    """Of a version with its blob, whose files intake has accepted. Only headers are read. Raises ``OSError``."""
+    return await asyncio.to_thread(_read, version, files, folder)
 
 
-def _read(folder: Path) -> Contents:
-    config = strict_json.parse((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME)
+def _read(version: Version, files: VersionFiles | InBlob | None, folder: Path) -> Contents:
+    config = config_of(files, folder)
     with (folder / WEIGHTS_NAME).open("rb") as file:
         shapes = open_safetensors(file, MAX_TENSORS).shapes
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -46,5 +51,6 @@ def _read(folder: Path) -> Contents:
         parts = split_tensor_name(name)
         if parts is not None and parts.side == "A":
             ranks[parts.projection].append(shape[0])
-    modules = [ProjectionRanks(name, len(found), sorted(set(found))) for name, found in ranks.items()]
-    return Contents(config=config, modules=modules)
+    names = sorted(ranks, key=version.target_modules.index)  # their order in the file may be another uploader's
+    modules = [ProjectionRanks(name, len(ranks[name]), sorted(set(ranks[name]))) for name in names]
+    return Contents(config=None if config is None else strict_json.parse(config, CONFIG_NAME), modules=modules)

@@ -13,15 +13,17 @@ from stencilpress.gateway.adapter_config import MAX_CONFIG_BYTES
 from stencilpress.gateway.blobs import BlobStore, StorageFullError, UploadError
 from stencilpress.gateway.catalog.records import Version
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.enrol import Enrolment
 from stencilpress.gateway.errors import AdapterUnavailableError, InvalidAdapterError
 from stencilpress.gateway.intake import IntakeError
 from stencilpress.gateway.intake_records import Dtype
 from stencilpress.gateway.lifecycle.cold import ColdTier, ColdTierError
 from stencilpress.gateway.lifecycle.contents import Contents, read_contents
-from stencilpress.gateway.lifecycle.diff import Diff, diff_versions
+from stencilpress.gateway.lifecycle.diff import Diff, Side, diff_versions
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.leases import Leases
+from stencilpress.gateway.lifecycle.originals import config_of
 from stencilpress.gateway.lifecycle.uploads import UploadStore
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.worker_process import WorkerError
@@ -90,19 +92,25 @@ class AdapterDesk:
             self.using(right.digest, tenant_id),
             self.enrolment.gate.turn(tenant_id),
         ):
-            folders = [self.blobs.folder(version.digest) for version in (left, right)]
+            sides = [await self._side(version, tenant_id) for version in (left, right)]
             try:
-                return await diff_versions(folders[0], folders[1], self.model_dir, self.dtype)
+                return await diff_versions(sides[0], sides[1], self.model_dir, self.dtype)
             except TimeoutError:
                 raise WorkerError("the comparison took too long") from None
 
     async def contents(self, version: Version, tenant_id: int) -> Contents:
         """What a version consists of. Raises :class:`AdapterUnavailableError`."""
         async with self.using(version.digest, tenant_id):
+            files = await find_files(self.db, tenant_id, version.adapter, version.number)
             try:
-                return await read_contents(self.blobs.folder(version.digest))
+                return await read_contents(version, files, self.blobs.folder(version.digest))
             except OSError as error:
                 raise AdapterUnavailableError("The files of this version cannot be read.") from error
+
+    async def _side(self, version: Version, tenant_id: int) -> Side:
+        files = await find_files(self.db, tenant_id, version.adapter, version.number)
+        blob = self.blobs.folder(version.digest)
+        return Side(blob, await asyncio.to_thread(config_of, files, blob))
 
     async def _fetch_once(self, digest: str, tenant_id: int) -> None:
         """However many requests wait for it. It goes on if one that waits leaves."""

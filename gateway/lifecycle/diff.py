@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,10 +18,12 @@ _WORKER = "stencilpress.gateway.lifecycle.diff_worker"
 
 
 class DiffRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Compare the adapters in two folders."""
+    """Compare the adapters in two folders. The configs are those that were uploaded; null where one was not kept."""
 
     left: str
     right: str
+    left_config: bytes | None
+    right_config: bytes | None
     model_dir: str
     dtype: Dtype
 
@@ -69,9 +71,12 @@ class DeltaChange(msgspec.Struct, frozen=True):
 
 
 class Diff(msgspec.Struct, frozen=True, kw_only=True):
-    """`added` and `removed` are projections that only the right, or the left, version adapts."""
+    """`added` and `removed` are projections that only the right, or the left, version adapts.
 
-    config: list[ConfigChange]
+    `config` is null where one of the configs was not kept, as in a version's contents.
+    """
+
+    config: list[ConfigChange] | None
     added: list[str]
     removed: list[str]
     layers: list[LayerRanks]
@@ -79,9 +84,23 @@ class Diff(msgspec.Struct, frozen=True, kw_only=True):
     deltas: list[DeltaChange]
 
 
-async def diff_versions(left: Path, right: Path, model_dir: Path, dtype: Dtype) -> Diff:
-    """Compare two blobs in a process of its own. Raises :class:`WorkerError`, ``TimeoutError``."""
-    request = DiffRequest(left=os.fspath(left), right=os.fspath(right), model_dir=os.fspath(model_dir), dtype=dtype)
+class Side(NamedTuple):
+    """One of two versions: its blob, and its config as it was uploaded."""
+
+    blob: Path
+    config: bytes | None
+
+
+async def diff_versions(left: Side, right: Side, model_dir: Path, dtype: Dtype) -> Diff:
+    """Compare two versions in a process of its own. Raises :class:`WorkerError`, ``TimeoutError``."""
+    request = DiffRequest(
+        left=os.fspath(left.blob),
+        right=os.fspath(right.blob),
+        left_config=left.config,
+        right_config=right.config,
+        model_dir=os.fspath(model_dir),
+        dtype=dtype,
+    )
     status, output = await run_worker(_WORKER, msgspec.json.encode(request), LIMIT_S)
     if status:
         raise WorkerError(f"the comparison ended with status {status}")

@@ -43,9 +43,8 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One version, open."""
+    """One version's blob, open."""
 
-    config: dict[str, Any]
     modules: dict[str, Module]
     weights: SafetensorsFile
 
@@ -74,7 +73,7 @@ def compare(request: DiffRequest) -> Diff:
             tensors += [_tensor(f"{name}.lora_{'AB'[side]}", one, other, side) for side in (0, 1)]
             deltas.append(_delta(name, one, other))
         return Diff(
-            config=_config(left.config, right.config),
+            config=_config(request.left_config, request.right_config),
             added=[name for name in names if name not in left.modules],
             removed=[name for name in names if name not in right.modules],
             layers=_layers(left, right),
@@ -89,10 +88,13 @@ def _opened(folder: Path, spec: ModelSpec) -> Iterator[_Side]:
     with (folder / WEIGHTS_NAME).open("rb") as file:
         weights = open_safetensors(file, MAX_TENSORS)
         modules, _ = resolve(spec, msgspec.convert(config, PeftConfig), weights.shapes)
-        yield _Side(config, {module.name: module for module in modules}, weights)
+        yield _Side({module.name: module for module in modules}, weights)
 
 
-def _config(left: dict[str, Any], right: dict[str, Any]) -> list[ConfigChange]:
+def _config(left_file: bytes | None, right_file: bytes | None) -> list[ConfigChange] | None:
+    if left_file is None or right_file is None:
+        return None
+    left, right = (strict_json.parse(file, CONFIG_NAME) for file in (left_file, right_file))
     fields = sorted({*left, *right} - _UNIMPORTANT)
     return [
         ConfigChange(field, left.get(field), right.get(field))

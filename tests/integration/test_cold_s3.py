@@ -69,7 +69,7 @@ async def test_files_go_there_and_come_back_whole(tmp_path: Path) -> None:
     assert not await cold.has(large)
     for digest, folder in folders.items():
         await cold.store(digest, folder)
-        await cold.store(digest, folder)  # what is there is left alone
+        await cold.store(digest, folder)  # again, as each upload of this content does
         assert await cold.has(digest)
     assert await cold.digests() == folders.keys()
     for digest, folder in folders.items():

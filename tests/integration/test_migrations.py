@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from string import Template
 from typing import Any, TypeVar
@@ -14,12 +16,13 @@ from typing import Any, TypeVar
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import CheckConstraint, Connection, inspect, text
+from sqlalchemy import JSON, CheckConstraint, Connection, column, insert, inspect, text
+from sqlalchemy import table as table_of
 
 from stencilpress.gateway.access import Role, Scopes
 from stencilpress.gateway.catalog.adapters import list_adapters
 from stencilpress.gateway.catalog.credentials import list_keys
-from stencilpress.gateway.catalog.models import Table
+from stencilpress.gateway.catalog.models import AuditRow, Table, UtcDateTime
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.schema import SchemaError, check_schema, ensure_schema, migrate
 from stencilpress.gateway.catalog.session import Database
@@ -178,6 +181,76 @@ async def test_what_the_first_schema_held_goes_up_down_and_up(empty: Database) -
     await migrate(empty)
     await check_rows_of_first_schema(empty)
     assert (await create_tenant(empty, "later")).id == 2
+
+
+CONTENTS = """
+INSERT INTO tenants (name, max_rank, max_adapters, max_adapter_bytes, weight, prefix_salt, created_at)
+VALUES ('one', 16, 3, 5000, 1, $bytes, $now), ('two', 16, 3, 5000, 1, $bytes, $now);
+INSERT INTO adapters (tenant_id, name, created_at) VALUES (1, 'a', $now), (2, 'b', $now), (1, 'c', $now)
+"""
+BEFORE = table_of(
+    "versions",
+    column("adapter_id"),
+    column("number"),
+    column("digest"),
+    column("base_id"),
+    column("base_asserted"),
+    column("ranks", JSON),
+    column("target_modules", JSON),
+    column("size_bytes"),
+    column("source_files", JSON),
+    column("created_at", UtcDateTime),
+)
+REST = {"base_id": "B", "base_asserted": False, "ranks": [4], "target_modules": [], "size_bytes": 1, "source_files": []}
+NOBODY = {"actor": "", "role": "", "target": "", "source": "", "request_id": ""}
+ADDED = {"alone": [(1, 1)], "both": [(2, 2), (1, 1)], "twice": [(1, 1), (1, 3)], "purged": [(1, 1)], "erased": [(2, 2)]}
+"""By content the tenant and the adapter of each of its versions, the first one first. What they are called says what
+became of the ones before them."""
+
+
+async def add_versions_of_before(db: Database) -> None:
+    """As they were added, one an hour, with their entries in the audit log."""
+    raw = "decode('ab', 'hex')" if db.is_postgresql else "x'ab'"
+    for statement in Template(CONTENTS).substitute(bytes=raw, now="'2026-01-02 03:04:05.000000+00:00'").split(";"):
+        await execute(db, statement)
+    numbers: Counter[int] = Counter()
+    for content, (digest, versions) in enumerate(ADDED.items()):
+        for hour, (tenant, adapter) in enumerate(versions):
+            numbers[adapter] += 1
+            values = {"adapter_id": adapter, "number": numbers[adapter], "digest": f"{digest:0<64}"}
+            at = datetime(2026, 2, content + 1, hour, tzinfo=UTC)
+            async with db.write() as session:
+                await session.execute(BEFORE.insert().values(**values, **REST, created_at=at))
+            await add_entry(db, "version.add", tenant, "after", digest)
+    await add_entry(db, "version.purge", 2, "before", "purged")
+    await add_entry(db, "version.add", 1, "after", "erased")  # of a tenant that has no versions any more
+
+
+async def add_entry(db: Database, action: str, tenant: int, column: str, digest: str = "") -> None:
+    entry = {"tenant_id": tenant, "action": action, column: {"digest": f"{digest:0<64}", "size_bytes": 1}}
+    async with db.write() as session:
+        await session.execute(insert(AuditRow).values(at=datetime.now(UTC), **entry, **NOBODY))
+
+
+async def own_blobs(db: Database) -> set[tuple[str, int]]:
+    """The contents whose blob is said to be a version's own, with the version's adapter."""
+    query = (
+        "SELECT digest, versions.adapter_id FROM version_files JOIN versions"
+        " ON versions.adapter_id = version_files.adapter_id AND number = version WHERE config IS NULL"
+    )
+    async with db.read() as session:
+        return {(digest.rstrip("0"), adapter) for digest, adapter in await session.execute(text(query))}
+
+
+async def test_versions_of_before_have_their_blobs_files_only_if_they_came_first(empty: Database) -> None:
+    await migrate(empty, "0012")
+    await add_versions_of_before(empty)
+    await migrate(empty)
+    assert await own_blobs(empty) == {("alone", 1), ("both", 2), ("twice", 1)}
+    await migrate(empty, "0012")
+    await add_entry(empty, "catalog.import", 1, "after")
+    await migrate(empty)
+    assert await own_blobs(empty) == {("alone", 1)}, "times of what was imported are those of elsewhere"
 
 
 @pytest.mark.parametrize("after_statements", [1, 2, 4])

@@ -287,6 +287,25 @@ async def test_a_blob_is_fetched_when_it_is_asked_for(
     assert (away.blobs.folder(digest) / image).read_bytes() == (home.blobs.folder(digest) / image).read_bytes()
 
 
+async def test_an_upload_is_copied_whoever_has_the_same(
+    db: Database, folders: Desk, tmp_path: Path, tenant: Tenant, cold: ColdTier
+) -> None:
+    """A copy that was left out would make the second answer a quick one: a tenant would know of the first."""
+    home = open_desk(db, folders, tmp_path / "v1", cold)
+    other = await create_tenant(db, "other")
+    for one in (tenant, other):
+        digest = (await add(home, folders, one, 1)).version.digest
+        files = [tmp_path / "cold" / digest / name for name in (CONFIG_NAME, WEIGHTS_NAME)]
+        for path in files:
+            path.unlink(missing_ok=True)
+        (tmp_path / "cold" / digest).mkdir(exist_ok=True)
+        files[0].write_text("what is there already")
+        await home.keep_cold(digest)
+        assert [path.read_bytes() for path in files] == [
+            (home.blobs.folder(digest) / path.name).read_bytes() for path in files
+        ]
+
+
 async def test_what_is_not_what_the_catalog_says_reaches_nobody(
     db: Database, folders: Desk, tmp_path: Path, tenant: Tenant, cold: ColdTier
 ) -> None:
@@ -360,7 +379,7 @@ async def test_a_store_that_is_away_is_told_without_its_secrets(tmp_path: Path) 
     shutil.rmtree(tmp_path / "cold")
     (tmp_path / "cold").write_text("not a folder")
     with pytest.raises(ColdTierError) as caught:
-        await cold.store("ab" * 32, tmp_path)
+        await cold.store("ab" * 32, write_adapter(tmp_path / "adapter", GOOD, {}))
     assert str(tmp_path) not in str(caught.value)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from stencilpress.engine.image import Tensor
 from stencilpress.gateway.adapter_config import CONFIG_NAME
-from stencilpress.gateway.lifecycle.diff import Diff, LayerRanks, diff_versions
+from stencilpress.gateway.lifecycle.diff import ConfigChange, Diff, LayerRanks, Side, diff_versions
 from stencilpress.gateway.worker_process import WorkerError
 from tests.unit.adapters import FIRST_A, FIRST_B, GOOD, lora_tensors, tiny_spec, write_adapter, write_base
 
@@ -24,10 +24,15 @@ def base(tmp_path: Path) -> Path:
     return write_base(tmp_path / "base", SPEC)
 
 
+def side(folder: Path) -> Side:
+    """A folder whose files are all one version's own."""
+    return Side(folder, (folder / CONFIG_NAME).read_bytes())
+
+
 async def compare(tmp_path: Path, base: Path, right: dict[str, Tensor], config: dict[str, Any] | None = None) -> Diff:
     left = write_adapter(tmp_path / "left", GOOD, lora_tensors(SPEC))
     other = write_adapter(tmp_path / "right", config or GOOD, right)
-    return await diff_versions(left, other, base, "auto")
+    return await diff_versions(side(left), side(other), base, "auto")
 
 
 async def test_the_same_twice_differs_in_nothing(tmp_path: Path, base: Path) -> None:
@@ -43,8 +48,7 @@ async def test_the_same_twice_differs_in_nothing(tmp_path: Path, base: Path) -> 
 async def test_norms_are_those_of_the_whole_matrices(tmp_path: Path, base: Path) -> None:
     left, right = lora_tensors(SPEC), lora_tensors(SPEC, seed=5)
     found = await compare(tmp_path, base, right, {**GOOD, "lora_alpha": 12})
-    assert [change.field for change in found.config] == ["lora_alpha"]
-    assert (found.config[0].left, found.config[0].right) == (8, 12)
+    assert found.config == [ConfigChange("lora_alpha", 8, 12)]
     (a,) = [tensor for tensor in found.tensors if tensor.name == f"{Q0}.lora_A"]
     assert a.left == pytest.approx(float(np.linalg.norm(left[FIRST_A])))
     assert a.change == pytest.approx(float(np.linalg.norm(right[FIRST_A] - left[FIRST_A])))
@@ -73,7 +77,7 @@ async def test_modules_and_ranks_that_differ_are_named(tmp_path: Path, base: Pat
     found = await compare(tmp_path, base, right, config)
     assert found.added == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
     assert found.removed == [f"model.layers.{layer}.self_attn.v_proj" for layer in (0, 1)]
-    assert {change.field for change in found.config} == {"r", "target_modules"}
+    assert {change.field for change in found.config or ()} == {"r", "target_modules"}
     assert found.layers[0] == LayerRanks(0, {"q_proj": 4, "v_proj": 4}, {"q_proj": 8, "o_proj": 8})
     (a,) = [tensor for tensor in found.tensors if tensor.name == f"{Q0}.lora_A"]
     assert (a.change, a.relative) == (None, None)
@@ -93,4 +97,12 @@ async def test_a_damaged_blob_is_a_fault_of_ours(tmp_path: Path, base: Path) -> 
     right = write_adapter(tmp_path / "right", GOOD, lora_tensors(SPEC))
     (right / CONFIG_NAME).write_text(json.dumps({"r": "x"}))
     with pytest.raises(WorkerError):
-        await diff_versions(left, right, base, "auto")
+        await diff_versions(side(left), side(right), base, "auto")
+
+
+async def test_configs_are_those_that_were_uploaded_and_not_the_blobs(tmp_path: Path, base: Path) -> None:
+    blob = write_adapter(tmp_path / "blob", {**GOOD, "loftq_config": {"of": "another"}}, lora_tensors(SPEC))
+    mine = [json.dumps({**GOOD, "loftq_config": {"of": one}}).encode() for one in ("me", "us")]
+    found = await diff_versions(Side(blob, mine[0]), Side(blob, mine[1]), base, "auto")
+    assert found.config == [ConfigChange("loftq_config", {"of": "me"}, {"of": "us"})]
+    assert (await diff_versions(Side(blob, mine[0]), Side(blob, None), base, "auto")).config is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import select, update
 
 from stencilpress.gateway.access import Role, Scopes
 from stencilpress.gateway.alerts.rules import Kind, Place, RuleChange
@@ -19,13 +20,14 @@ from stencilpress.gateway.catalog.aliases import list_moves, move_alias, roll_ba
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.credentials import list_keys
 from stencilpress.gateway.catalog.lifecycle import get_suite, list_shares, set_suite, share_adapter
-from stencilpress.gateway.catalog.models import Table
-from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion, TenantLimits
+from stencilpress.gateway.catalog.models import AdapterRow, Table, VersionFilesRow
+from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion, TenantLimits, VersionFiles
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant, get_tenant, list_tenants
 from stencilpress.gateway.catalog.transfer import EXPORTED, NOT_EXPORTED, Imported, export_catalog, import_catalog
 from stencilpress.gateway.catalog.users import add_user, list_users, set_password
+from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.defaults import VersionDefaults
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
@@ -34,6 +36,9 @@ from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.quota.plan import Quota
 
 BASE = BaseNames.of(("Acme/Small-135M",))
+
+
+OWN = VersionFiles(b'{"r": 8}\xc3\xa9', b"\x00\xff deflated")
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ async def source(tmp_path: Path) -> AsyncIterator[Database]:
         acme = await create_tenant(db, "acme", limits)
         for content in (1, 2):
             files = ("adapter_config.json",)
-            new = NewVersion(f"{content:064x}", BASE.id, False, (4, 8), ("q_proj",), 1000, files)
+            new = NewVersion(f"{content:064x}", BASE.id, False, (4, 8), ("q_proj",), 1000, files, OWN)
             await add_version(db, acme.id, "helper", new, BASE)
         await promote(db, acme.id, "helper", 2, "canary")
         await move_alias(db, acme.id, "helper", "prod", AliasTarget(1, Canary(2, 25)))
@@ -89,6 +94,7 @@ async def test_a_catalog_comes_back_as_it_was(source: Database, db: Database) ->
         "api_keys": 1,
         "adapters": 1,
         "versions": 2,
+        "version_files": 2,
         "alias_moves": 3,
         "aliases": 2,
         "canaries": 1,
@@ -123,6 +129,7 @@ async def check_what_belongs_to_the_adapter(source: Database, theirs: int, db: D
     assert await get_suite(db, ours, "helper") == await get_suite(source, theirs, "helper")
     moves, before = await list_moves(db, ours, "helper"), await list_moves(source, theirs, "helper")
     assert [dataclasses.replace(move, id=0) for move in moves] == [dataclasses.replace(move, id=0) for move in before]
+    assert [await find_files(db, ours, "helper", number) for number in (1, 2)] == [OWN, OWN]
     back = await roll_back(db, ours, "helper", "prod")
     assert back.target == AliasTarget(1)
     assert await get_webhook(db, ours) == await get_webhook(source, theirs)
@@ -144,6 +151,22 @@ async def test_what_exists_refuses_the_file_or_is_left_alone(source: Database, d
     assert again.rows == {}, "a rule of all gives way to one that is here as well"
     assert await get_tenant(db, "acme") == mine
     assert await list_adapters(db, mine.id) == ()
+
+
+async def test_a_blob_that_was_ones_own_there_need_not_be_here(source: Database, db: Database) -> None:
+    """Of two contents from before files were kept with versions, one is here already, of another tenant."""
+    async with source.write() as session:
+        await session.execute(update(VersionFilesRow).values(config=None, weights_header=None))
+    mine = await create_tenant(db, "mine")
+    here = NewVersion(f"{2:064x}", BASE.id, False, (4,), ("q_proj",), 1, ())
+    await add_version(db, mine.id, "first", here, BASE)
+    async with db.write() as session:
+        [own] = await session.scalars(select(AdapterRow.id))
+        session.add(VersionFilesRow(adapter_id=own, version=1))
+    await import_catalog(db, lines(await exported(source)))
+    acme = await get_tenant(db, "acme")
+    assert [await find_files(db, acme.id, "helper", number) for number in (1, 2)] == ["in blob", None]
+    assert await find_files(db, mine.id, "first", 1) == "in blob"
 
 
 def changed(line: bytes, **row: Any) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stencilpress.gateway.lifecycle.diff import DeltaChange, Diff, LayerRanks, TensorChange
+from stencilpress.gateway.lifecycle.diff import ConfigChange, DeltaChange, Diff, LayerRanks, TensorChange
 from stencilpress.web.adapters import words
 from stencilpress.web.formats import NONE, percent
 
@@ -41,9 +41,9 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class DiffShown:
-    """``same`` is what may be said where nothing differs at all."""
+    """``same`` is what may be said where nothing differs at all. ``config`` is None where one was not kept."""
 
-    config: list[tuple[str, str, str]]
+    config: list[tuple[str, str, str]] | None
     added: list[str]
     removed: list[str]
     ranks: list[RankRow]
@@ -58,7 +58,7 @@ def shown_diff(diff: Diff) -> DiffShown:
     deltas, tensors = _bars((one.module, one) for one in diff.deltas), _bars((one.name, one) for one in diff.tensors)
     moved = any(one.change is None or one.change > 0 for one in diff.deltas)
     return DiffShown(
-        config=[(one.field, as_json(one.left), as_json(one.right)) for one in diff.config],
+        config=None if diff.config is None else [_field(one) for one in diff.config],
         added=_by_projection(diff.added),
         removed=_by_projection(diff.removed),
         ranks=_ranks(diff.layers),
@@ -66,8 +66,12 @@ def shown_diff(diff: Diff) -> DiffShown:
         deltas=deltas,
         tensors=tensors,
         left_out=max(0, len(diff.tensors) - MAX_BARS),
-        same=not (diff.config or diff.added or diff.removed or moved),
+        same=diff.config is not None and not (diff.config or diff.added or diff.removed or moved),
     )
+
+
+def _field(one: ConfigChange) -> tuple[str, str, str]:
+    return one.field, as_json(one.left), as_json(one.right)
 
 
 def as_json(value: Any) -> str:

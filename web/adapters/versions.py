@@ -132,13 +132,14 @@ async def _in_use(request: web.Request, version: VersionView) -> dict[str, Any]:
     """What the page shows of a version that can be used alone."""
     tenant, name, other = tenant_of(request).name, request.match_info["adapter"], request.query.get("other", "")
     contents = await _contents(request)
+    config = None if contents is None or contents.config is None else msgspec.json.encode(contents.config)
     series = await series_of(request, name, version.number)
     suite: SmokeSuiteView = await ask(request, get_smoke_prompts, tenant=tenant, adapter=name)
     runs: list[SmokeRunView] = (await _ask(request, list_smoke_runs)).data
     diff, problem = await _diff(request, other) if other else (None, "")
     return {
         "contents": contents,
-        "config": None if contents is None else msgspec.json.format(msgspec.json.encode(contents.config)).decode(),
+        "config": None if config is None else msgspec.json.format(config).decode(),
         "totals": series.total,
         "charts": version_charts(series) if series.total.requests else [],
         "runs": runs,
