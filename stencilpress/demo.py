@@ -7,7 +7,6 @@ tenants and keys of their own, and start with ``--no-demo``.
 from __future__ import annotations
 
 import asyncio
-import filecmp
 import json
 import os
 import shlex
@@ -17,16 +16,20 @@ from pathlib import Path
 
 import stencilpress
 from stencilpress.bases import Base, declared_base
+from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.blobs import BlobStore
 from stencilpress.gateway.catalog.adapter_lists import list_served
 from stencilpress.gateway.catalog.adapters import get_adapter
-from stencilpress.gateway.catalog.records import Tenant
+from stencilpress.gateway.catalog.records import InBlob, Tenant, VersionFiles
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
+from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.changes import Changes
-from stencilpress.gateway.enrol import FILES, Enrolment
+from stencilpress.gateway.enrol import Enrolment
 from stencilpress.gateway.errors import AuthenticationError, ConflictError, InvalidAdapterError, NotFoundError
 from stencilpress.gateway.keys import KeyRing, issue_key
+from stencilpress.gateway.lifecycle.originals import config_of, read_weights, weights_of
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 
 TENANT = "demo"
 SHOWN = 12
@@ -45,7 +48,7 @@ class Demo:
 def shipped_adapters() -> tuple[Path, ...]:
     """The folders of the adapters that come with the distribution, in a checkout or installed."""
     shelf = Path(stencilpress.__path__[0]) / "demo_adapters"
-    return tuple(sorted(config.parent for config in shelf.glob(f"*/{FILES[0]}")))
+    return tuple(sorted(config.parent for config in shelf.glob(f"*/{CONFIG_NAME}")))
 
 
 async def enrol_demo(
@@ -136,9 +139,19 @@ async def _is_enrolled(db: Database, blobs: BlobStore, tenant: Tenant, folder: P
         adapter = await get_adapter(db, tenant.id, folder.name)
     except NotFoundError:
         return False
-    digests = [version.digest for version in adapter.versions]
-    return await asyncio.to_thread(lambda: any(_same_files(blobs.folder(digest), folder) for digest in digests))
+    for version in adapter.versions:
+        files = await find_files(db, tenant.id, adapter.name, version.number)
+        if await asyncio.to_thread(_is_of, files, blobs.folder(version.digest), folder):
+            return True
+    return False
 
 
-def _same_files(one: Path, other: Path) -> bool:
-    return not any(filecmp.cmpfiles(one, other, FILES, shallow=False)[1:])
+def _is_of(files: VersionFiles | InBlob | None, blob: Path, folder: Path) -> bool:
+    """Whether a version with these files and this blob was made of the two in ``folder``. Blocks."""
+    try:
+        weights = weights_of(files, blob)
+    except FileNotFoundError:
+        return False
+    if weights is None or config_of(files, blob) != (folder / CONFIG_NAME).read_bytes():
+        return False
+    return b"".join(read_weights(weights, blob)) == (folder / WEIGHTS_NAME).read_bytes()

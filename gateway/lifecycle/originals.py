@@ -11,16 +11,18 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME, deciding_part
 from stencilpress.gateway.catalog.records import InBlob, VersionFiles
-from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
 COPY_BYTES = 1 << 20
+MAX_TENSORS = 1 << 16
 _LEFT = "as_uploaded"
 """False in a blob's config that was left by :func:`leave_content`; to intake a field that is off."""
 _METADATA = "__metadata__"
@@ -60,6 +62,56 @@ def config_of(files: VersionFiles | InBlob | None, blob: Path) -> bytes | None:
     config = (blob / CONFIG_NAME).read_bytes()
     replaced = strict_json.parse(config, CONFIG_NAME).get(_LEFT) is False  # it had gone to the cold tier meanwhile
     return None if replaced else config
+
+
+class Weights(NamedTuple):
+    """A version's ``adapter_model.safetensors``: its own head, then parts of the blob's file by start and size."""
+
+    head: bytes
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head) + sum(size for _, size in self.spans)
+
+
+def weights_of(files: VersionFiles | InBlob | None, blob: Path) -> Weights | None:
+    """How a version's weights were uploaded, or None if that was not kept. Blocks. Raises ``OSError``."""
+    if config_of(files, blob) is None:
+        return None
+    with (blob / WEIGHTS_NAME).open("rb") as file:
+        if not isinstance(files, VersionFiles):
+            return Weights(b"", ((0, os.fstat(file.fileno()).st_size),))
+        stored = open_safetensors(file, MAX_TENSORS)
+    places = {
+        split_tensor_name(one.name): (stored.data_start + one.start, one.end - one.start) for one in stored.entries
+    }
+    header = zlib.decompress(files.weights_header)
+    own = {name: facts for name, facts in strict_json.parse(header, WEIGHTS_NAME).items() if name != _METADATA}
+    names = sorted(own, key=lambda name: own[name]["data_offsets"][0])
+    spans = _joined(places[split_tensor_name(name)] for name in names)
+    return Weights(len(header).to_bytes(8, "little") + header, spans)
+
+
+def read_weights(weights: Weights, blob: Path) -> Iterator[bytes]:
+    """The bytes that were uploaded, some at a time. Blocks. Raises ``OSError``."""
+    yield weights.head
+    with (blob / WEIGHTS_NAME).open("rb") as file:
+        for start, size in weights.spans:
+            file.seek(start)
+            for done in range(0, size, COPY_BYTES):
+                yield file.read(min(COPY_BYTES, size - done))
+
+
+def _joined(places: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Places that follow each other as one."""
+    spans = list[tuple[int, int]]()
+    for start, size in places:
+        if spans and sum(spans[-1]) == start:
+            spans[-1] = (spans[-1][0], spans[-1][1] + size)
+        else:
+            spans.append((start, size))
+    return tuple(spans)
 
 
 @contextlib.contextmanager

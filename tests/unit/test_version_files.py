@@ -20,7 +20,7 @@ from stencilpress.gateway.catalog.records import NewVersion, Tenant, VersionFile
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant
 from stencilpress.gateway.catalog.version_files import find_files
-from stencilpress.gateway.lifecycle.originals import config_of, leave_content, read_files
+from stencilpress.gateway.lifecycle.originals import config_of, leave_content, read_files, read_weights, weights_of
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 from tests.unit.adapters import GOOD, lora_tensors, safetensors_bytes, tiny_spec, write_adapter
@@ -155,3 +155,38 @@ def test_a_config_is_read_from_a_blob_only_where_it_is_ones_own(tmp_path: Path) 
     assert config_of("in blob", blob) == uploaded
     leave_content(blob)
     assert config_of("in blob", blob) is None, "a later upload of the content has taken its place"
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt", "by": "zoe"}])
+def test_weights_come_back_byte_by_byte_out_of_anothers_blob(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    """Whose tensors have another order, and names that mean the same."""
+    mine = folder_of(tmp_path / "mine", metadata)
+    renamed = {name.removeprefix("base_model.model."): TENSORS[name] for name in sorted(TENSORS, reverse=True)}
+    blob = folder_of(tmp_path / "blob", {"by": "another"})
+    (blob / WEIGHTS_NAME).write_bytes(safetensors_bytes(renamed, {"by": "another"}))
+    leave_content(blob)
+    weights = weights_of(read_files(mine), blob)
+    assert weights is not None
+    found = b"".join(read_weights(weights, blob))
+    assert (found, weights.size_bytes) == ((mine / WEIGHTS_NAME).read_bytes(), len(found))
+
+
+def test_weights_are_the_blobs_only_where_they_are_ones_own(tmp_path: Path) -> None:
+    blob = folder_of(tmp_path / "blob", {"by": "zoe"})
+    uploaded = (blob / WEIGHTS_NAME).read_bytes()
+    weights = weights_of("in blob", blob)
+    assert weights is not None
+    assert b"".join(read_weights(weights, blob)) == uploaded
+    assert weights.size_bytes == len(uploaded)
+    assert weights_of(None, blob) is None
+    leave_content(blob)
+    assert weights_of("in blob", blob) is None
+
+
+def test_tensors_that_follow_each_other_are_read_at_once(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "staging", None)
+    files = read_files(folder)
+    leave_content(folder)
+    weights = weights_of(files, folder)
+    assert weights is not None
+    assert len(weights.spans) == 1
