@@ -34,16 +34,20 @@ from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.api.admin.openapi import query_parameters
 from stencilpress.gateway.api.admin.operation import JSON, Operation
 from stencilpress.gateway.api.admin.router import OPERATIONS
+from stencilpress.gateway.catalog.adapters import get_adapter
+from stencilpress.gateway.catalog.records import find_version_of
+from stencilpress.gateway.catalog.tenants import get_tenant
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.sampling import server_name
 from stencilpress.web.app import mount_console
 from tests.fakes.engine import FakeEngine
 from tests.integration.gateway_harness import Gateway, running_gateway
+from tests.unit.adapters import GOOD, lora_tensors, tiny_spec, write_adapter
 
 TARGET_MS = 150.0
 TENANTS = 1000
 ADAPTERS = 10_000
-BIG = "tenant-1"
+BIG, SHOWN = "tenant-1", "adapter-2"
 WARM_UP = 3
 PAGES_BEHIND = 90
 SEEDS: dict[str, str] = {
@@ -148,6 +152,7 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
         async with running_gateway(Path(folder), database_url=url, mounts=[mount_console]) as gateway:
             cases = [case for one in OPERATIONS for case in _cases(one) if re.search(given.only, case.name)]
             await _fill(url, counts, server_name(gateway.services.settings), gateway.engine)
+            await _place_files(gateway)
             token = (await issue_key(gateway.services.db, "other", role=Role.OPERATOR)).token
             gc.collect()
             gc.freeze()  # as a gateway's process does once it is set up
@@ -171,11 +176,19 @@ async def _fill(url: str, counts: dict[str, int], server: str, engine: FakeEngin
         await connection.close()
 
 
+async def _place_files(gateway: Gateway) -> None:
+    """What is shown of a version's files is read off them."""
+    db, desk = gateway.services.db, gateway.services.desk
+    shown = await get_adapter(db, (await get_tenant(db, BIG)).id, SHOWN)
+    assert desk is not None
+    write_adapter(desk.blobs.folder(find_version_of(shown, 1).digest), GOOD, lora_tensors(tiny_spec()))
+
+
 def _cases(operation: Operation) -> Iterator[Case]:
     """What is asked of one operation, if it only reads JSON."""
     if operation.method != "GET" or operation.produces != JSON:
         return
-    places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": "adapter-2", "version": "1", "engine": "1"}
+    places = {"tenant": BIG, "key": f"{2:x}".rjust(12, "k"), "adapter": SHOWN, "version": "1", "engine": "1"}
     names = re.findall(r"\{(\w+)\}", operation.path)
     parameters = {one["name"]: one for one in query_parameters(operation.query)}
     path = operation.path.format_map(places) if set(names) <= set(places) else ""
@@ -214,7 +227,7 @@ async def _pages(gateway: Gateway, given: argparse.Namespace, counts: dict[str, 
 
 
 def _placed(path: str) -> str:
-    return path.replace("{tenant}", BIG).replace("{adapter}", "adapter-2")
+    return path.replace("{tenant}", BIG).replace("{adapter}", SHOWN)
 
 
 async def _one(gateway: Gateway, token: str, case: Case, rounds: int, counts: dict[str, int]) -> Result:

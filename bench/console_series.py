@@ -1,8 +1,8 @@
 """What ``bench console`` puts into the roll-ups behind dashboards, and what it asks of them.
 
-Ten thousand adapters of two tenants, each used every hour of the last day and every day of a month; a thousand
-tenants; minutes of the last three days and hours of the last three months of what the series are asked for; eight
-engines.
+Ten thousand adapters of two tenants, each used every hour of the last day and every day of a month, in rows that lie
+in the order of time; a thousand tenants; minutes of the last three days and hours of the last three months of what the
+series are asked for; eight engines.
 """
 
 from __future__ import annotations
@@ -30,46 +30,60 @@ _SAMPLE = encode(
         dict.fromkeys(range(129), 20),
     )
 )
-_COUNTS = f"decode('{pack(dict.fromkeys(range(20, 60), 3)).hex()}', 'hex')"
+_UNITS = "CASE period WHEN '6hours' THEN 6 WHEN '7days' THEN 7 ELSE 1 END"
+"""Of how many hours or days a roll-up is."""
+_SECONDS = "CASE period WHEN 'minute' THEN 60 WHEN 'day' THEN 86400 WHEN '7days' THEN 86400 ELSE 3600 END"
+
+
+def _counts(units: int) -> str:
+    return f"decode('{pack(dict.fromkeys(range(20, 60), 3 * units)).hex()}', 'hex')"
+
+
+_COUNTS = f"CASE period WHEN '6hours' THEN {_counts(6)} WHEN '7days' THEN {_counts(7)} ELSE {_counts(1)} END"
 PARTS = {
     "sums": "requests, failures, cold_starts, prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, "
     "duration_ms, ttft, inter_token, queue, cold_start, errors",
-    "values": f"60, 1, 1, 30000, 0, 12000, 0, 240000, {_COUNTS}, {_COUNTS}, {_COUNTS}, {_COUNTS}, "
-    f"decode('{pack({}).hex()}', 'hex')",
-    "time": "date_trunc(period, now()) - number * ('1 ' || period)::interval",
+    "values": f"{', '.join(f'{one} * units' for one in (60, 1, 1, 30_000, 0, 12_000, 0, 240_000))}, "
+    f"{_COUNTS}, {_COUNTS}, {_COUNTS}, {_COUNTS}, decode('{pack({}).hex()}', 'hex')",
+    "time": "to_timestamp((floor(extract(epoch FROM now()) / seconds) - number) * seconds)",
+    "size": f"CROSS JOIN LATERAL (SELECT {_UNITS} AS units, ({_UNITS}) * ({_SECONDS}) AS seconds) AS size",
     "sample": f"decode('{_SAMPLE.hex()}', 'hex')",
 }
 SEEDS: dict[str, str] = {
     "usage_rollups": """
         INSERT INTO usage_rollups (tenant_id, period, starts_at, adapter, $sums)
-        SELECT tenant, period, $time, 'adapter-' || i, $values
-        FROM (VALUES (3, 'day', 30, 1.0), (3, 'hour', 26, 1.0), (3, 'minute', 2880, 0.02),
-                (4, 'day', 30, 1.0), (4, 'hour', 26, 1.0)) AS part (tenant, period, back, share),
-            generate_series(0, back - 1) AS number, generate_series(1, ($$1 * share)::int) AS i""",
+        SELECT tenant, period, $time AS starts_at, 'adapter-' || i, $values
+        FROM (VALUES ('day', 32, 2, 1.0), ('7days', 6, 2, 1.0), ('hour', 26, 2, 1.0), ('6hours', 6, 2, 1.0),
+                ('minute', 2880, 1, 0.02)) AS part (period, back, tenants, share)
+            $size, generate_series(0, back - 1) AS number, generate_series(3, 2 + tenants) AS tenant,
+            generate_series(1, ($$1 * share)::int) AS i
+        ORDER BY starts_at""",
     "usage_version_rollups": """
         INSERT INTO usage_version_rollups (tenant_id, period, adapter, version, starts_at, $sums)
         SELECT 3, period, 'adapter-' || i, version, $time, $values
-        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back), generate_series(0, back - 1) AS number,
-            generate_series(1, 2) AS version, generate_series(1, $$1::int) AS i""",
+        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back) $size,
+            generate_series(0, back - 1) AS number, generate_series(1, 2) AS version,
+            generate_series(1, $$1::int) AS i""",
     "usage_tenant_rollups": """
         INSERT INTO usage_tenant_rollups (tenant_id, period, starts_at, $sums)
         SELECT tenant, period, $time, $values
-        FROM (VALUES ('day', 90, $$1::int), ('hour', 170, $$1::int), ('minute', 4320, 4)) AS part (period, back, most),
-            generate_series(0, back - 1) AS number, generate_series(0, most) AS tenant""",
+        FROM (VALUES ('day', 90, $$1::int), ('hour', 170, $$1::int), ('minute', 4320, 4)) AS part (period, back, most)
+            $size, generate_series(0, back - 1) AS number, generate_series(0, most) AS tenant""",
     "usage_ranks": """
         INSERT INTO usage_ranks (period, starts_at, tenant_id, adapter, requests, failures, cold_starts, tokens)
         SELECT period, starts_at, tenant_id, adapter, requests, failures, cold_starts, prompt_tokens + completion_tokens
-        FROM usage_rollups WHERE period <> 'minute' AND $$1::int > 0""",
+        FROM usage_rollups WHERE period <> 'minute' AND $$1::int > 0 ORDER BY starts_at""",
     "quota_refusals": """
         INSERT INTO quota_refusals (tenant_id, period, starts_at, dimension, refused, watched)
         SELECT tenant, period, $time, 'dimension-' || i, 3, 1
-        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back), generate_series(0, back - 1) AS number,
-            generate_series(0, 4) AS tenant, generate_series(1, $$1::int) AS i""",
+        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back) $size,
+            generate_series(0, back - 1) AS number, generate_series(0, 4) AS tenant,
+            generate_series(1, $$1::int) AS i""",
     "engine_samples": """
         INSERT INTO engine_samples (server, engine, period, starts_at, sums)
         SELECT '$server', engine, period, $time, $sample
-        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back), generate_series(0, back - 1) AS number,
-            generate_series(1, $$1::int) AS engine""",
+        FROM (VALUES ('hour', 2160), ('minute', 4320)) AS part (period, back) $size,
+            generate_series(0, back - 1) AS number, generate_series(1, $$1::int) AS engine""",
 }
 """How each table is filled, by a number that :data:`COUNTS` has."""
 COUNTS = {

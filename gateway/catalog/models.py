@@ -407,13 +407,14 @@ class _UsageSums:
 
 
 class UsageRollupRow(_UsageSums, Table):
-    """Sums over the requests of one tenant and adapter that were admitted in one minute, hour or day (UTC)."""
+    """Sums over the requests of one tenant and adapter that were admitted in one minute, hour or day (UTC), or in a
+    block of six hours or seven days, since 1970: a month is a dozen rows instead of thirty."""
 
     __tablename__ = "usage_rollups"
     __table_args__: Any = (
         Index("ix_usage_rollups_period_starts_at", "period", "starts_at"),
         Index(None, "tenant_id", "period", "adapter", "starts_at"),
-        CheckConstraint("period IN ('minute', 'hour', 'day')", "period_known"),
+        CheckConstraint("period IN ('minute', 'hour', '6hours', 'day', '7days')", "period_known"),
     )
 
     tenant_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -453,13 +454,13 @@ class UsageTenantRollupRow(_UsageSums, Table):
 
 
 class UsageRankRow(Table):
-    """Some numbers of the roll-ups of hours and days once more, in narrow rows in the order of time: who is on top of
-    a month is found among hundreds of thousands of them."""
+    """Some numbers of the roll-ups of hours, days and blocks once more, in narrow rows in the order of time: who is on
+    top of a month is found among a hundred thousand of them."""
 
     __tablename__ = "usage_ranks"
     __table_args__: Any = (
         Index("ix_usage_ranks_tenant_id_period_starts_at", "tenant_id", "period", "starts_at"),
-        CheckConstraint("period IN ('hour', 'day')", "period_known"),
+        CheckConstraint("period IN ('hour', '6hours', 'day', '7days')", "period_known"),
     )
 
     period: Mapped[str] = mapped_column(String(6), primary_key=True)

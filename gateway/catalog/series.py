@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-from sqlalchemy import Row, Select, select, tuple_
+from sqlalchemy import Row, Select, select
 
 from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, instant, stored_sum
+from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, instant, keyed
 from stencilpress.gateway.errors import InvalidRequestError
 
 K = TypeVar("K")
@@ -120,8 +120,8 @@ async def series_of_names(
 ) -> dict[tuple[int, str], list[UsageSum]]:
     """The series of adapters of several tenants, by tenant and name."""
     table = UsageRollupRow
-    key = tuple_(table.tenant_id, table.adapter)
-    query = _within(select(table.__table__), table, axis.period, axis).where(key.in_(names))
+    query = _within(select(table.__table__), table, axis.period, axis)
+    query = keyed(db, query, (table.tenant_id, table.adapter), names)
     async with db.read() as session:
         rows = (await session.execute(query)).all()
     return await asyncio.to_thread(_by_key, rows, names, axis, lambda row: (row.tenant_id, row.adapter))
@@ -174,7 +174,7 @@ def _within(query: Select[Any], table: Any, period: Period, axis: Axis) -> Selec
 def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
     steps = [UsageSum() for _ in range(axis.count)]
     for row in rows:
-        steps[axis.index(row.starts_at)].merge(stored_sum(row))
+        steps[axis.index(row.starts_at)].add_stored(row)
     return steps
 
 

@@ -94,7 +94,11 @@ def _driver_url(url: str) -> URL:
 
 def _create_engine(url: URL) -> AsyncEngine:
     if url.get_backend_name() == "postgresql":
-        limits = {"statement_timeout": str(STATEMENT_TIMEOUT_MS), "lock_timeout": str(BUSY_TIMEOUT_MS)}
+        limits = {
+            "statement_timeout": str(STATEMENT_TIMEOUT_MS),
+            "lock_timeout": str(BUSY_TIMEOUT_MS),
+            "max_parallel_workers_per_gather": "0",  # of tens of milliseconds no part is worth another process
+        }
         arguments = {"server_settings": limits, "timeout": BUSY_TIMEOUT_MS / 1000}
         return create_async_engine(
             url, connect_args=arguments, pool_timeout=BUSY_TIMEOUT_MS / 1000, pool_pre_ping=True, hide_parameters=True

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import Float, Row, Select, cast, func, null, select, tuple_
+from sqlalchemy import CompoundSelect, Float, Row, Select, cast, func, null, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog.models import TenantRow, UsageRankRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, floor, stored_sum
+from stencilpress.gateway.catalog.usage_sums import (
+    EVERYBODY,
+    SECONDS,
+    Period,
+    UsageSum,
+    floor,
+    in_pieces,
+    keyed,
+    pieces,
+)
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.histogram import Counts, add, quantiles, unpack
 
@@ -62,14 +71,14 @@ def top_span(start: datetime, end: datetime) -> TopSpan:
 async def top_adapters(db: Database, span: TopSpan, by: By, limit: int, tenant_id: int | None = None) -> list[Top]:
     """The adapters of a tenant, or of all, that come first."""
     row = UsageRankRow
-    columns: Any = select(row.tenant_id, row.adapter)
-    query = _within(columns, row, span).group_by(row.tenant_id, row.adapter)
+    names = select(row.tenant_id, row.adapter).where(or_(*pieces(row, span.period, span.start, span.end)))
     if tenant_id is not None:
-        query = query.where(row.tenant_id == tenant_id)
-    names = query.order_by(*_order(row, by), row.tenant_id, row.adapter).limit(_wanted(by, limit))
+        names = names.where(row.tenant_id == tenant_id)
+    names = names.group_by(row.tenant_id, row.adapter).order_by(*_order(row, by), row.tenant_id, row.adapter)
+    names = names.limit(_wanted(by, limit))
     async with db.read() as session:
         found = [(one.tenant_id, one.adapter) for one in (await session.execute(names)).all()]
-        return await _summed(session, UsageRollupRow, span, found, by, limit)
+        return await _summed(db, session, UsageRollupRow, span, found, by, limit)
 
 
 async def top_tenants(db: Database, span: TopSpan, by: By, limit: int) -> list[Top]:
@@ -79,30 +88,32 @@ async def top_tenants(db: Database, span: TopSpan, by: By, limit: int) -> list[T
     ids = query.order_by(*_order(row, by), row.tenant_id).limit(_wanted(by, limit))
     async with db.read() as session:
         found = [(tenant, None) for tenant in await session.scalars(ids)]
-        return await _summed(session, row, span, found, by, limit)
+        return await _summed(db, session, row, span, found, by, limit)
 
 
 async def _summed(
-    session: AsyncSession, table: RollUp, span: TopSpan, names: Sequence[Name], by: By, limit: int
+    db: Database, session: AsyncSession, table: RollUp, span: TopSpan, names: Sequence[Name], by: By, limit: int
 ) -> list[Top]:
     """What is shown of those that come first. Of candidates only first tokens are read, of the chosen all."""
     if by == "ttft_p99":
-        firsts = await session.execute(_of(names, table, span, [table.ttft]))
+        firsts = await session.execute(_of(db, names, table, span, [table.ttft]))
         names = await asyncio.to_thread(_slowest, names, firsts.all(), limit)
     columns = [one for one in table.__table__.c if one.name not in ("period", "starts_at", "tenant_id", "adapter")]
-    rows = (await session.execute(_of(names, table, span, columns))).all()
+    rows = (await session.execute(_of(db, names, table, span, columns))).all()
     tenants = await _names(session, {tenant for tenant, _ in names})
     sums = await asyncio.to_thread(_added_up, names, rows)
     return [Top(tenants.get(tenant, ""), adapter, usage) for (tenant, adapter), usage in sums.items()]
 
 
-def _of(names: Sequence[Name], table: RollUp, span: TopSpan, columns: Sequence[Any]) -> Select[Any]:
+def _of(
+    db: Database, names: Sequence[Any], table: RollUp, span: TopSpan, columns: Sequence[Any]
+) -> Select[Any] | CompoundSelect[Any]:
     """Rows of the roll-ups of these adapters or tenants, with their names before ``columns``."""
     if table is UsageTenantRollupRow:
         query = select(table.tenant_id, null().label("adapter"), *columns)
         return _within(query, table, span).where(table.tenant_id.in_([tenant for tenant, _ in names]))
-    query = select(table.tenant_id, table.adapter, *columns)
-    return _within(query, table, span).where(tuple_(table.tenant_id, table.adapter).in_(names))
+    key = (table.tenant_id, table.adapter)
+    return in_pieces(keyed(db, select(*key, *columns), key, names), table, span.period, span.start, span.end)
 
 
 def _within(query: Select[Any], table: Any, span: TopSpan) -> Select[Any]:
@@ -137,5 +148,5 @@ def _slowest(names: Sequence[Name], rows: Sequence[Row[Any]], limit: int) -> lis
 def _added_up(names: Sequence[Name], rows: Sequence[Row[Any]]) -> dict[Name, UsageSum]:
     sums = {name: UsageSum() for name in names}
     for row in rows:
-        sums[row.tenant_id, row.adapter].merge(stored_sum(row))
+        sums[row.tenant_id, row.adapter].add_stored(row)
     return sums

@@ -12,7 +12,7 @@ from sqlalchemy import Row, select, tuple_
 
 from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, UsageSum, stored_sum
+from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, UsageSum, in_pieces
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.record import UsageRow
 
@@ -48,13 +48,13 @@ async def usage_by_adapter(
 ) -> list[tuple[str, UsageSum]]:
     """Sums of the roll-ups that begin in ``[start, end)``, by adapter, "" for the base; those behind ``after``."""
     row = UsageRollupRow
-    span = (row.tenant_id == tenant_id, row.period == period, row.starts_at >= start, row.starts_at < end)
-    names = select(row.adapter).where(*span).distinct().order_by(row.adapter).limit(limit)
-    if after is not None:
-        names = names.where(row.adapter > after)
+    mine = select(row.__table__).where(row.tenant_id == tenant_id)
+    behind = mine if after is None else mine.where(row.adapter > after)
+    seen = in_pieces(behind.with_only_columns(row.adapter), row, period, start, end).subquery().c.adapter
+    names = select(seen).distinct().order_by(seen).limit(limit)
     async with db.read() as session:
         adapters = list(await session.scalars(names))
-        stored = select(UsageRollupRow.__table__).where(*span, row.adapter.in_(adapters))
+        stored = in_pieces(mine.where(row.adapter.in_(adapters)), row, period, start, end)
         rows = (await session.execute(stored)).all()
     return await asyncio.to_thread(_added_up, adapters, rows)  # tens of milliseconds: streams must not wait for it
 
@@ -98,7 +98,7 @@ def _midnight(day: date) -> datetime:
 def _added_up(adapters: Sequence[str], rows: Sequence[Row[Any]]) -> list[tuple[str, UsageSum]]:
     sums = {adapter: UsageSum() for adapter in adapters}
     for row in rows:
-        sums[row.adapter].merge(stored_sum(row))
+        sums[row.adapter].add_stored(row)
     return list(sums.items())
 
 

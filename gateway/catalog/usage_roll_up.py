@@ -21,6 +21,7 @@ from stencilpress.gateway.catalog.models import (
 )
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import (
+    BLOCKS,
     EVERYBODY,
     SECONDS,
     Key,
@@ -91,13 +92,19 @@ class _RollUps:
                 (one.tenant_id, period, one.adapter, one.version, instant(one.start_s)): usage
                 for one, usage in by_version.items()
             }
+        self._take_adapters(period, by_adapter)
+        if period in BLOCKS:
+            block, seconds = BLOCKS[period]
+            self._take_adapters(block, _coarser(by_adapter, lambda group: _floor(group, seconds)))
+        for one, usage in (by_tenant | everybody).items():
+            self.tenants[one.tenant_id, period, instant(one.start_s)] = usage
+
+    def _take_adapters(self, period: str, by_adapter: Mapping[_Group, UsageSum]) -> None:
         for one, usage in by_adapter.items():
             start = instant(one.start_s)
             self.adapters[one.tenant_id, period, start, one.adapter] = usage
             if period != "minute":
                 self.ranks[period, start, one.tenant_id, one.adapter] = usage
-        for one, usage in (by_tenant | everybody).items():
-            self.tenants[one.tenant_id, period, instant(one.start_s)] = usage
 
 
 def _coarser(groups: Mapping[_Group, UsageSum], of: Callable[[_Group], _Group]) -> dict[_Group, UsageSum]:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, cast
 
 import msgspec
-from sqlalchemy import Row, Table, bindparam, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Row,
+    Select,
+    Table,
+    and_,
+    bindparam,
+    column,
+    func,
+    literal,
+    select,
+    tuple_,
+    union_all,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -18,6 +34,8 @@ from stencilpress.gateway.usage.histogram import Counts, add, bucket_of, pack, u
 
 Period = Literal["minute", "hour", "day"]
 SECONDS: dict[Period, int] = {"minute": 60, "hour": 3600, "day": 86_400}
+BLOCKS: dict[Period, tuple[str, int]] = {"hour": ("6hours", 6 * 3600), "day": ("7days", 7 * 86_400)}
+"""Coarser roll-ups of adapters, which are read instead of their hours or days: their name and seconds, from 1970 on."""
 EVERYBODY = 0
 """The tenant whose roll-ups are of all tenants together; ids begin at 1."""
 KEYS_A_STATEMENT = 200
@@ -66,6 +84,25 @@ class UsageSum:
         for code, count in other.errors.items():
             self.errors[code] = self.errors.get(code, 0) + count
 
+    def add_stored(self, row: RollupRow | Row[Any]) -> None:
+        """Add what a roll-up's row holds. Thousands of rows are added for one page, so no sum is made of each."""
+        self.requests += row.requests
+        self.failures += row.failures
+        self.cold_starts += row.cold_starts
+        self.prompt_tokens += row.prompt_tokens
+        self.cached_tokens += row.cached_tokens
+        self.completion_tokens += row.completion_tokens
+        self.undelivered_tokens += row.undelivered_tokens
+        self.duration_ms += row.duration_ms
+        add(self.ttft, unpack(row.ttft))
+        add(self.inter_token, unpack(row.inter_token))
+        add(self.queue, unpack(row.queue))
+        if row.cold_start is not None:
+            add(self.cold_start, unpack(row.cold_start))
+        if row.errors is not None:
+            for code, count in _decode_errors(row.errors).items():
+                self.errors[code] = self.errors.get(code, 0) + count
+
     def take(self, row: Row[Any]) -> None:
         """Add one row of ``usage_requests``."""
         failed = row.status in ("failed", "lost")
@@ -93,9 +130,23 @@ class UsageSum:
 
 def stored_sum(row: RollupRow | Row[Any]) -> UsageSum:
     """The sum that a roll-up's row holds."""
-    values: dict[str, Any] = {name: getattr(row, name) for name in _SUMS}
-    values |= {name: unpack(getattr(row, name) or _EMPTY) for name in _HISTOGRAMS}
-    return UsageSum(**values, errors=_decode_errors(row.errors or _EMPTY))
+    total = UsageSum()
+    total.add_stored(row)
+    return total
+
+
+def keyed(db: Database, query: Select[Any], columns: Sequence[Any], keys: Sequence[Key]) -> Select[Any]:
+    """Only the rows in which these columns have one of these values.
+
+    PostgreSQL steps along an index for each; out of a list behind ``IN`` it would make as many conditions, plan for
+    long, and read much beside: 25 ms instead of 2 for a hundred adapters.
+    """
+    if not db.is_postgresql:
+        return query.where(tuple_(*columns).in_(keys))
+    lists = zip(*dict.fromkeys(keys), strict=True) if keys else [()] * len(columns)
+    arrays = [literal(list(one), postgresql.ARRAY(of.type)) for one, of in zip(lists, columns, strict=True)]
+    wanted = func.unnest(*arrays).table_valued(*(column(one.key, one.type) for one in columns)).render_derived()
+    return query.join(wanted, and_(*(one == wanted.c[one.key] for one in columns)))
 
 
 async def add_to_rollups(
@@ -112,7 +163,7 @@ async def add_to_rollups(
         new = [dict(zip(names, key, strict=True)) | _columns(groups[key]) for key in keys]
         made = {tuple(row) for row in (await session.execute(fresh, new)).all()}
         known = [key for key in keys if key not in made]
-        query = select(table).where(tuple_(*columns).in_(known)).order_by(*columns).with_for_update()
+        query = keyed(db, select(table), columns, known).order_by(*columns).with_for_update(of=table)
         changed = []
         for row in (await session.execute(query)).all() if known else ():
             key = tuple(getattr(row, name) for name in names)
@@ -125,9 +176,9 @@ async def add_to_rollups(
 
 def _columns(usage: UsageSum) -> dict[str, Any]:
     """Inverse of :func:`stored_sum`."""
-    values: dict[str, Any] = {name: getattr(usage, name) for name in _SUMS}
-    values |= {name: pack(getattr(usage, name)) for name in _HISTOGRAMS}
-    return values | {"errors": _encode(dict(sorted(usage.errors.items())))}
+    sums: dict[str, Any] = {name: getattr(usage, name) for name in _SUMS}
+    sums |= {name: pack(getattr(usage, name)) for name in _HISTOGRAMS}
+    return sums | {"errors": _encode(dict(sorted(usage.errors.items())))}
 
 
 def _count(counts: Counts, ms: float) -> None:
@@ -144,9 +195,36 @@ def instant(seconds: int) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
+def pieces(table: Any, period: Period, start: datetime, end: datetime) -> list[ColumnElement[bool]]:
+    """Which of an adapters' table's rows make up the hours or days that begin in a span, each row in one condition.
+
+    Where a block is whole, it stands for its hours or days.
+    """
+    return [
+        and_(table.period == name, table.starts_at >= first, table.starts_at < last)
+        for name, first, last in split(period, start, end)
+    ]
+
+
+def in_pieces(query: Select[Any], table: Any, period: Period, start: datetime, end: datetime) -> CompoundSelect[Any]:
+    """The rows of a query in :func:`pieces`, each along an index of its own."""
+    return union_all(*(query.where(piece) for piece in pieces(table, period, start, end)))
+
+
+def split(period: Period, start: datetime, end: datetime) -> list[tuple[str, datetime, datetime]]:
+    """Names of periods, and spans in which they begin, that make up the hours or days that begin in a span."""
+    if period not in BLOCKS:
+        return [(period, start, end)]
+    (block, seconds), unit = BLOCKS[period], SECONDS[period]
+    over_s = math.ceil(end.timestamp() / unit) * unit  # of the hour or day that begins last
+    first = instant(math.ceil(start.timestamp() / seconds) * seconds)
+    last = instant(over_s // seconds * seconds)
+    if first >= last:
+        return [(period, start, end)]
+    spans = [(period, start, first), (block, first, last), (period, last, end)]
+    return [one for one in spans if one[1] < one[2]]
+
+
 def parts(items: Sequence[Any], size: int = KEYS_A_STATEMENT) -> list[Sequence[Any]]:
     """So that a statement has a bounded number of parameters."""
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-_EMPTY = pack({})

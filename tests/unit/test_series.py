@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import product
 from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stencilpress.gateway.catalog.refusals import Refusals, Refused, add_refusals, refusal_series
 from stencilpress.gateway.catalog.series import (
@@ -24,8 +26,9 @@ from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.catalog.tops import By, top_adapters, top_span, top_tenants
 from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_reports import usage_by_adapter
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
-from stencilpress.gateway.catalog.usage_sums import UsageSum
+from stencilpress.gateway.catalog.usage_sums import BLOCKS, SECONDS, Period, UsageSum, split
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.histogram import quantiles
 from stencilpress.gateway.usage.record import UsageRow
@@ -107,8 +110,9 @@ async def test_the_span_before_ends_where_the_span_begins(db: Database) -> None:
 
 async def test_tops_are_those_of_the_rows(db: Database) -> None:
     rows = await filled(db)
-    for by, length in product(get_args(By), (timedelta(hours=12), timedelta(days=9))):
-        span = top_span(NOON - length, NOON)
+    ends = ((timedelta(hours=12), NOON), (timedelta(hours=20), NOON - timedelta(hours=1)), (timedelta(days=9), NOON))
+    for by, (length, end) in product(get_args(By), ends):
+        span = top_span(end - length, end)
         mine = [row for row in rows if span.start <= row.admitted_at < span.end]
         groups: dict[tuple[str, str], list[UsageRow]] = {}
         for row in mine:
@@ -127,6 +131,51 @@ async def test_tops_are_those_of_the_rows(db: Database) -> None:
         assert {one.tenant for one in tenants} == set(TENANTS)
         for one in tenants:
             check(one.usage, [row for row in mine if TENANTS[row.tenant_id - 1] == one.tenant])
+
+
+async def test_a_long_span_is_read_in_whole_blocks_and_the_days_around_them(db: Database) -> None:
+    rows = await filled(db, count=400, span=timedelta(days=40))
+    for length in (timedelta(days=31), timedelta(days=16), timedelta(days=5)):
+        start, end = NOON - length, NOON - timedelta(days=1)
+        span = top_span(start, end)
+        mine = [row for row in rows if row.tenant_id == 2 and span.start <= row.admitted_at < midnight_after(end)]
+        found = await top_adapters(db, span, "requests", 50, tenant_id=2)
+        assert {one.adapter for one in found} == {row.adapter for row in mine}
+        for one in found:
+            check(one.usage, [row for row in mine if row.adapter == one.adapter])
+        for adapter, usage in await usage_by_adapter(db, 2, "day", span.start, end):
+            check(usage, [row for row in mine if row.adapter == adapter])
+
+
+@given(
+    period=st.sampled_from(["hour", "day"]),
+    start_s=st.integers(0, 90 * 86_400),
+    length_s=st.integers(1, 40 * 86_400),
+)
+def test_blocks_and_what_is_around_them_make_up_a_span(period: Period, start_s: int, length_s: int) -> None:
+    """Each hour or day that begins in it once, nothing else, and in few rows."""
+    start, end = (NOON + timedelta(seconds=offset) for offset in (start_s, start_s + length_s))
+    unit, (block, block_s) = SECONDS[period], BLOCKS[period]
+    seconds = {period: unit, block: block_s}
+    begun = [
+        moment
+        for name, first, last in split(period, start, end)
+        for block_start in steps(first, last, seconds[name])
+        for moment in steps(block_start, block_start + timedelta(seconds=seconds[name]), unit)
+    ]
+    assert begun == list(steps(start, end, unit))
+    rows = sum(len(list(steps(first, last, seconds[name]))) for name, first, last in split(period, start, end))
+    assert rows <= len(begun) * unit / block_s + 2 * (block_s / unit - 1)
+
+
+def steps(first: datetime, last: datetime, seconds: int) -> Iterator[datetime]:
+    """Moments in ``[first, last)`` at which an hour, a day or a block begins."""
+    for at in range(-(-int(first.timestamp()) // seconds), -(-int(last.timestamp()) // seconds)):
+        yield datetime.fromtimestamp(at * seconds, UTC)
+
+
+def midnight_after(moment: datetime) -> datetime:
+    return datetime(moment.year, moment.month, moment.day, tzinfo=UTC) + timedelta(days=1)
 
 
 def order(by: By, rows: list[UsageRow]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from stencilpress.gateway.catalog.leases import acquire, release, run_periodically
-from stencilpress.gateway.catalog.models import UsageRequestRow
+from stencilpress.gateway.catalog.models import UsageRankRow, UsageRequestRow, UsageRollupRow
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.series import Axis, Subject, usage_series
 from stencilpress.gateway.catalog.session import Database
@@ -263,6 +264,12 @@ async def test_what_was_rolled_up_before_there_were_series_is_in_them(database_u
         axis = Axis("hour", int(NOON.timestamp()), 3600, 2)
         before = [await usage_series(db, Subject(tenant_id), axis) for tenant_id in (0, 7, 8)]
         top = await top_tenants(db, top_span(NOON, NOON + timedelta(hours=2)), "tokens", 9)
+        blocks = await stored_blocks(db)
+        assert len(blocks) == 2 * 3 * 2, "of three adapters, in two tables"
+        await migrate(db, "0012")
+        assert await stored_blocks(db) == []
+        await migrate(db)
+        assert await stored_blocks(db) == blocks
         await migrate(db, "0007")
         await migrate(db)
         after = [await usage_series(db, Subject(tenant_id), axis) for tenant_id in (0, 7, 8)]
@@ -278,6 +285,19 @@ async def test_what_was_rolled_up_before_there_were_series_is_in_them(database_u
         assert [(one.tenant, one.usage.requests) for one in again] == [(one.tenant, one.usage.requests) for one in top]
         names = await top_adapters(db, top_span(NOON, NOON + timedelta(hours=2)), "requests", 9)
         assert [(one.adapter, one.usage.requests) for one in names] == [("pirate", 3), ("", 1), ("pirate", 1)]
+
+
+async def stored_blocks(db: Database) -> list[tuple[Any, ...]]:
+    """What roll-ups and ranks have of six hours and of seven days."""
+    found: list[tuple[Any, ...]] = []
+    tables: tuple[Any, ...] = (UsageRollupRow, UsageRankRow)
+    for table in tables:
+        query = (
+            select(table.__table__).where(table.period.in_(("6hours", "7days"))).order_by(*table.__table__.primary_key)
+        )
+        async with db.read() as session:
+            found += [tuple(row) for row in await session.execute(query)]
+    return found
 
 
 async def test_a_lease_has_one_holder_until_it_ends(db: Database) -> None:
