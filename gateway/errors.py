@@ -57,6 +57,13 @@ class InvalidRequestError(ApiError):
     code = "invalid_value"
 
 
+class PastExpiryError(InvalidRequestError):
+    """What is to expire would have done so already. Asked earlier it would have been right, so it is no 400."""
+
+    status = 422
+    code = "in_the_past"
+
+
 class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 

@@ -39,6 +39,7 @@ from stencilpress.gateway.errors import (
     AuthenticationError,
     InvalidRequestError,
     ModelNotFoundError,
+    PastExpiryError,
     PermissionDeniedError,
 )
 
@@ -86,10 +87,11 @@ async def issue_key(
 ) -> IssuedKey:
     """Make a key for a tenant; ``expires_at`` is aware.
 
-    Raises :class:`InvalidRequestError` (label, scopes), :class:`NotFoundError`, :class:`ConflictError` (tenant
-    disabled), :class:`PermissionDeniedError` if it would exceed the actor's.
+    Raises :class:`InvalidRequestError` (label, scopes), :class:`PastExpiryError`, :class:`NotFoundError`,
+    :class:`ConflictError` (tenant disabled), :class:`PermissionDeniedError` if it would exceed the actor's.
     """
     scopes = check_scopes(scopes.models, scopes.routes)
+    _check_expiry(expires_at)
     public_id = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(_PUBLIC_CHARS))
     secret = _new_secret()
     key = Key(public_id, tenant, _checked_label(label), secret[-4:], datetime.now(UTC), expires_at, None, role, scopes)
@@ -118,9 +120,10 @@ async def change_key(
 ) -> Key:
     """Change ``label``, ``expires_at``, ``models`` or ``routes`` of a key; what is not in ``changes`` stays.
 
-    Raises :class:`InvalidRequestError` (label, scopes), :class:`NotFoundError`, :class:`PermissionDeniedError` if it
-    would exceed the actor's.
+    Raises :class:`InvalidRequestError` (label, scopes), :class:`PastExpiryError`, :class:`NotFoundError`,
+    :class:`PermissionDeniedError` if it would exceed the actor's.
     """
+    _check_expiry(changes.get("expires_at"))
 
     def apply(key: Key) -> Key:
         scopes = check_scopes(changes.get("models", key.scopes.models), changes.get("routes", key.scopes.routes))
@@ -210,6 +213,15 @@ def _principal(credential: Credential) -> Principal:
 
 def _new_secret() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(_SECRET_CHARS))
+
+
+def _check_expiry(expires_at: datetime | None) -> None:
+    """A key is ended by revoking it, which says so."""
+    now = datetime.now(UTC)
+    if expires_at is not None and expires_at <= now:
+        given, limit = (one.astimezone(UTC).isoformat(timespec="seconds") for one in (expires_at, now))
+        text = f"{given} has passed; it must be later than {limit}"
+        raise PastExpiryError(f"expires_at: {text}", param="expires_at")
 
 
 def _checked_label(label: str) -> str:

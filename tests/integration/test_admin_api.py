@@ -350,6 +350,16 @@ async def test_the_quota_says_what_is_used_beside_the_limits(gateway: Gateway, o
     assert (quota["time_zone"], quota["shadow"]) == ("Asia/Tokyo", False)
 
 
+async def test_a_key_cannot_have_expired_when_it_is_made(admin: AdminClient) -> None:
+    past = (datetime.now(UTC) - timedelta(minutes=1)).isoformat()
+    [one, *rest] = (await admin("GET", "/tenants/demo/keys"))["data"]
+    for method, path in (("POST", "/tenants/demo/keys"), ("PATCH", f"/tenants/demo/keys/{one['id']}")):
+        error = (await admin(method, path, {"expires_at": past}, status=422))["error"]
+        assert (error["param"], error["code"]) == ("expires_at", "in_the_past")
+        assert "later than 20" in error["message"]
+    assert (await admin("GET", "/tenants/demo/keys"))["data"] == [one, *rest]
+
+
 @pytest.mark.parametrize("instant", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59Z", "1969-12-31T23:59:59Z"])
 async def test_instants_at_the_ends_of_the_calendar_are_refused_by_name(operator: AdminClient, instant: str) -> None:
     refused = await operator("POST", "/tenants/demo/keys", {"expires_at": instant}, status=400)

@@ -99,6 +99,8 @@ async def test_a_key_may_be_confined_and_expire(admin: Browser) -> None:
     assert (made["models"], made["routes"]) == (["pirate", "base"], ["/v1/models", "/tokenize"])
     refused = await admin.submit("/console/t/demo/keys", 400, label="x", role="caller", expires_at="soon")
     assert "is not a date and time" in refused.words
+    refused = await admin.submit("/console/t/demo/keys", 422, role="caller", expires_at="2020-01-02T03:04")
+    assert "it must be later than" in refused.words
     refused = await admin.submit("/console/t/demo/keys", 403, label="x", role="operator")
     assert "cannot grant" in refused.words
 

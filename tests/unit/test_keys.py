@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import re
 import sqlite3
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
-from stencilpress.gateway.catalog.credentials import insert_key, list_keys, revoke_key
+from stencilpress.gateway.catalog.credentials import get_key, insert_key, list_keys, revoke_key
+from stencilpress.gateway.catalog.models import KeyRow
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, disable_tenant
@@ -21,9 +23,10 @@ from stencilpress.gateway.errors import (
     ConflictError,
     InvalidRequestError,
     NotFoundError,
+    PastExpiryError,
     UnavailableError,
 )
-from stencilpress.gateway.keys import IssuedKey, KeyRing, issue_key
+from stencilpress.gateway.keys import IssuedKey, KeyRing, change_key, issue_key
 
 
 @pytest.fixture
@@ -65,9 +68,18 @@ async def test_a_key_names_its_tenant_and_nobody_elses(db: Database, issued: Iss
     assert mine.salt != theirs.salt
 
 
+async def expired_key(db: Database, tenant: str) -> IssuedKey:
+    """A key that was good once."""
+    issued = await issue_key(db, tenant, expires_at=datetime.now(UTC) + timedelta(hours=1))
+    async with db.write() as session:
+        mine = update(KeyRow).where(KeyRow.public_id == issued.key.public_id)
+        await session.execute(mine.values(expires_at=datetime.now(UTC)))
+    return issued
+
+
 async def test_every_bad_key_gets_the_same_answer(db: Database, issued: IssuedKey) -> None:
     await create_tenant(db, "gone")
-    disabled, expired = await issue_key(db, "gone"), await issue_key(db, "acme", expires_at=datetime.now(UTC))
+    disabled, expired = await issue_key(db, "gone"), await expired_key(db, "acme")
     revoked = await issue_key(db, "acme")
     await disable_tenant(db, "gone")
     await revoke_key(db, revoked.key.public_id)
@@ -161,8 +173,22 @@ async def test_a_cached_key_expires_on_time(db: Database) -> None:
     issued = await issue_key(db, "acme", expires_at=datetime.now(UTC) + timedelta(hours=1))
     ring = await ring_of(db)
     assert (await ring.authenticate(issued.token)).tenant == "acme"
-    past = await issue_key(db, "acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    past = await expired_key(db, "acme")
     await refusal(ring, past.token)
+
+
+@pytest.mark.parametrize("ago", [timedelta(), timedelta(seconds=1), timedelta(days=9000)])
+async def test_nothing_expires_before_it_is_made(db: Database, issued: IssuedKey, ago: timedelta) -> None:
+    past = (datetime.now(UTC) - ago).astimezone(timezone(timedelta(hours=9)))
+    for asked in (
+        issue_key(db, "acme", expires_at=past),
+        change_key(db, issued.key.public_id, {"expires_at": past}),
+    ):
+        with pytest.raises(PastExpiryError, match=r"expires_at: .* it must be later than 20") as caught:
+            await asked
+        assert (caught.value.status, caught.value.param) == (422, "expires_at")
+    assert [key.public_id for key in await list_keys(db, "acme")] == [issued.key.public_id]
+    assert (await get_key(db, issued.key.public_id)).expires_at is None
 
 
 async def test_two_tokens_that_share_their_first_characters_are_two_keys(db: Database, issued: IssuedKey) -> None:

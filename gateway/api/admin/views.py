@@ -147,7 +147,7 @@ class QuotaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key to make. Null confines it to nothing, and without `expires_at` it does not expire."""
+    """A key to make. Null confines it to nothing. Without `expires_at`, which must lie ahead, it does not expire."""
 
     role: Role = Role.CALLER
     label: Label = ""
