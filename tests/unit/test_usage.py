@@ -266,7 +266,7 @@ async def test_what_was_rolled_up_before_there_were_series_is_in_them(database_u
         top = await top_tenants(db, top_span(NOON, NOON + timedelta(hours=2)), "tokens", 9)
         blocks = await stored_blocks(db)
         assert len(blocks) == 2 * 3 * 2, "of three adapters, in two tables"
-        await migrate(db, "0012")
+        await migrate(db, "0013")
         assert await stored_blocks(db) == []
         await migrate(db)
         assert await stored_blocks(db) == blocks

@@ -11,8 +11,8 @@ import msgspec
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0013"
-down_revision = "0012"
+revision = "0014"
+down_revision = "0013"
 
 _BLOCKS = {"6hours": ("hour", 6 * 3600), "7days": ("day", 7 * 86_400)}
 _KNOWN = {
