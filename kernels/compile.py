@@ -72,7 +72,7 @@ class Compiled:
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """All kernels, at the sizes of an 8B Llama in bf16; attention in fp16 and for small heads too."""
+    """All kernels, at the sizes of an 8B Llama in bf16; expands in fp32, attention in fp16 and for small heads too."""
     lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
     rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
@@ -99,6 +99,12 @@ def cases(capability: int) -> Iterator[Case]:
             yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.warps})
             constants = expand_constants(shape, tile, cut, f32_dot=False)
             yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+    shape, tile = GroupShape(4096, (4096, 1024, 1024)), Tile(64, 64)
+    for blocks in (8, 128):  # in fp32 tensor cores do not serve
+        cut = choose_cut(shape, tile, blocks, blocks, warp_groups=capability == 90, f32=True)
+        constants = expand_constants(shape, tile, cut, f32_dot=False)
+        options = {"num_warps": cut.warps}
+        yield Case(f"expand-fp32-{blocks}", expand_blocks_kernel, lists.replace("bf16", "fp32"), constants, options)
     types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
     for rows_of_x, bias in ((8, False), (16, True), (32, False)):
         few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)

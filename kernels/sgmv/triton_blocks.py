@@ -192,8 +192,9 @@ def _h(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.con
 
 @triton.jit
 def _dot(h_MR, B_RO, acc_MO, F32_DOT: tl.constexpr):
-    """h enters as the sum of two numbers of the weights' type, so that rounding it costs nothing beside rounding y."""
-    if F32_DOT:
+    """h enters as the sum of two numbers of the weights' type, so that rounding it costs nothing beside rounding y. In
+    fp32 the first is h itself."""
+    if F32_DOT or B_RO.dtype == tl.float32:
         return tl.dot(h_MR, B_RO.to(tl.float32), acc_MO, input_precision="ieee")
     high_MR = h_MR.to(B_RO.dtype)
     low_MR = (h_MR - high_MR.to(tl.float32)).to(B_RO.dtype)

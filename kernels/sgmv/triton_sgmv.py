@@ -44,29 +44,32 @@ class Cut:
 
 
 @cache
-def choose_cut(shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True) -> Cut:
+def choose_cut(
+    shape: GroupShape, tile: Tile, blocks: int, items: int, *, warp_groups: bool = True, f32: bool = False
+) -> Cut:
     """What measured best on an H200 (bench/kernels.py). One row: 32 KiB of weights a program. More rows: inputs are
     cut into as few parts as fill the device, because each leaves a plane that expands read; expands take more tiles
     side by side the more blocks there are, but single ones where they read several items. 64 ranks take more warps,
     for their registers, where tensor cores have no products of warp groups. Shrinks of prompts load short runs, five or
     six at once: fewer leave the memory idle. What is asked for in the L2 cache must be
-    little: the more there is, the later comes what others wait for."""
+    little: the more there is, the later comes what others wait for. In fp32 tensor cores do not serve: each tile of an
+    expand is thousands of instructions, and several of them compile for minutes and spill."""
     inputs, widest = (max(64, power_of_two(n)) for n in (shape.in_features, max(shape.out_features)))
     few, many, single = blocks < 16, blocks >= 128, items <= blocks
     if tile.rows == 1:
         most = 16384 // tile.ranks
         return Cut(1, min(most, inputs), min(most, inputs), min(most, widest))
     if tile.rows == 16 and single and not few:
-        tiles = 2 if inputs <= 4096 else 1
+        tiles = 2 if inputs <= 4096 and not f32 else 1
         return Cut(16, min(512, inputs), min(256, inputs), min(256, widest), tiles, prefetch_in_expand=True)
     narrow = tile.ranks == 16
     if single and many:
         part = min(max(4096, 0 if narrow else inputs // 2), inputs)  # of 64 ranks more than two would not fit registers
     else:
         part = max(64, inputs // (4 if few or (single and narrow) else 2))
-    tiles = 1 if few or not single else 8 if many else 4
+    tiles = 1 if few or not single or f32 else 8 if many else 4
     rows = 16 if few else tile.rows if narrow else min(32, tile.rows)
-    warps = 4 if narrow or warp_groups else 8
+    warps = 4 if narrow or (warp_groups and not f32) else 8
     load, stages = (256, 3) if few or many else (128, 5 if narrow else 6)
     return Cut(rows, part, min(load, part), min(128, widest), tiles, warps, stages=stages, prefetch_in_shrink=not many)
 
@@ -138,7 +141,8 @@ def sgmv(
             cuda_sgmv.rows(y_TO, x_TD, pool, work, entry, shape)
             return
         blocks = work.blocks_B4.shape[0]
-        cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device))
+        whole = pool.dtype == torch.float32
+        cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device), f32=whole)
     rows, ranks = work.tile
     parts = divide_up(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts
