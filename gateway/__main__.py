@@ -40,7 +40,7 @@ from stencilpress.gateway.keys import KeyRing
 from stencilpress.gateway.lifecycle.cold import ColdTier
 from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.lifecycle.gate import IntakeGate
-from stencilpress.gateway.lifecycle.upkeep import tend_for_ever
+from stencilpress.gateway.lifecycle.upkeep import Terms, tend_for_ever
 from stencilpress.gateway.live import live_feed
 from stencilpress.gateway.metrics import Metrics
 from stencilpress.gateway.names import BaseNames
@@ -204,9 +204,13 @@ async def _desk(settings: GatewaySettings, db: Database, base: BaseNames) -> Asy
         gate=IntakeGate(settings.intake_workers),
         cold=cold,
     )
-    grace = timedelta(seconds=settings.purge_grace_s)
-    tenants = timedelta(days=settings.tenant_purge_days) if settings.tenant_purge_days else None
-    upkeep = asyncio.create_task(tend_for_ever(desk, settings.upkeep_s, grace, settings.local_adapter_bytes, tenants))
+    terms = Terms(
+        every_s=settings.upkeep_s,
+        grace=timedelta(seconds=settings.purge_grace_s),
+        tenant_grace=timedelta(days=settings.tenant_purge_days) if settings.tenant_purge_days else None,
+        local_bytes=settings.local_adapter_bytes,
+    )
+    upkeep = asyncio.create_task(tend_for_ever(desk, terms))
     try:
         yield desk
     finally:

@@ -25,6 +25,11 @@ LEAST_LEASE_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+def lease_s(interval_s: float) -> float:
+    """How long to hold a lease between two runs: a holder that dies is replaced after that."""
+    return max(3 * interval_s, LEAST_LEASE_S)
+
+
 async def acquire(db: Database, name: str, holder: str, ttl_s: float) -> bool:
     """Take or prolong the lease ``name`` for ``ttl_s``; False if somebody else holds it.
 
@@ -50,6 +55,14 @@ async def release(db: Database, name: str, holder: str) -> None:
         await session.execute(update(JobLeaseRow).where(*mine).values(expires_at=now))
 
 
+async def give_back(db: Database, name: str, holder: str) -> None:
+    """:func:`release` at the end of a process, which a catalog that is away does not hold up."""
+    try:
+        await release(db, name, holder)
+    except UnavailableError:
+        logger.warning("the lease of job %s is left to expire", name)
+
+
 async def run_periodically(
     db: Database, name: str, holder: str, interval_s: float, job: Callable[[], Awaitable[object]]
 ) -> None:
@@ -60,7 +73,7 @@ async def run_periodically(
     try:
         while True:
             try:
-                if await acquire(db, name, holder, max(3 * interval_s, LEAST_LEASE_S)):
+                if await acquire(db, name, holder, lease_s(interval_s)):
                     await job()
             except UnavailableError:
                 logger.warning("job %s waits for the catalog", name)
@@ -68,10 +81,7 @@ async def run_periodically(
                 logger.exception("job %s failed", name)
             await asyncio.sleep(interval_s)
     finally:
-        try:
-            await release(db, name, holder)
-        except UnavailableError:
-            logger.warning("the lease of job %s is left to expire", name)
+        await give_back(db, name, holder)
 
 
 async def _now(db: Database, session: AsyncSession) -> datetime:

@@ -31,7 +31,6 @@ from stencilpress.gateway.lifecycle.upkeep import (
     copy_to_cold,
     make_room,
     purge_deleted,
-    tend,
 )
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
@@ -246,16 +245,6 @@ async def test_uploads_deletions_and_upkeep_at_the_same_time_lose_no_version(
         target = await find_target(db, tenant.id, f"a{i}")
         assert target is not None
         assert target.version.digest in blobs(desk)
-
-
-async def test_one_gateway_of_the_host_does_the_upkeep(
-    db: Database, desk: AdapterDesk, folders: Desk, tenant: Tenant
-) -> None:
-    await add(desk, folders, tenant, 1)
-    await delete_adapter(db, tenant.id, "helper")
-    await asyncio.gather(*(tend(desk, NOW, 0) for _ in range(3)))
-    await tend(desk, NOW, 0)
-    assert blobs(desk) == set()
 
 
 # --- the cold tier -------------------------------------------------------------------------------------------
