@@ -20,7 +20,8 @@ from stencilpress.serving import engine, gateway, pull_base, serve
 from stencilpress.tenant_commands import tenant
 from stencilpress.usage_commands import usage
 from stencilpress.user_commands import user
-from stencilpress.version_commands import alias, version
+from stencilpress.version_commands import alias
+from stencilpress.version_file_commands import version
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
         Alias,
         AliasTarget,
         Expected,
-        InBlob,
         SmokeRun,
         Tenant,
-        Version,
-        VersionFiles,
     )
     from stencilpress.gateway.catalog.session import Database
 
@@ -62,7 +59,7 @@ def version() -> None:
     """Versions of an adapter."""
 
 
-def _version_command(name: str) -> Callable[[F], F]:
+def version_command(name: str) -> Callable[[F], F]:
     """A command on ``NAME@NUMBER`` of a tenant that can print JSON."""
 
     def make(command: F) -> F:
@@ -73,7 +70,7 @@ def _version_command(name: str) -> Callable[[F], F]:
     return make
 
 
-@_version_command("show")
+@version_command("show")
 def version_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Show a version with what it brings along for requests that leave it out."""
     show_one(_view(place, ref, tenant_name), as_json)
@@ -110,7 +107,7 @@ def version_defaults(place: Place, ref: str, file: Any, tenant_name: str, as_jso
     tell(f"set the defaults of {ref}", _view(place, ref, tenant_name), as_json)
 
 
-@_version_command("delete")
+@version_command("delete")
 def version_delete(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Take a version out of use; it can be restored until it is purged. Refused while an alias points at it."""
     from stencilpress.gateway.catalog.lifecycle import delete_version
@@ -122,7 +119,7 @@ def version_delete(place: Place, ref: str, tenant_name: str, as_json: bool) -> N
     tell(f"deleted {ref}", _view(place, ref, tenant_name, deleted=True), as_json)
 
 
-@_version_command("restore")
+@version_command("restore")
 def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Bring a deleted version back."""
     from stencilpress.gateway.catalog.lifecycle import restore_version
@@ -134,36 +131,7 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
     tell(f"restored {ref}", _view(place, ref, tenant_name), as_json)
 
 
-@_version_command("contents")
-def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
-    """Show the projections that a version adapts, with their ranks; as JSON its config, too."""
-    from stencilpress.gateway.lifecycle.contents import read_contents
-
-    version, files = _stored(place, ref, tenant_name)
-    found = asyncio.run(read_contents(version, files, _blob(place, version.digest)))
-    if as_json:
-        show_one(found, as_json)
-        return
-    show(found.modules, as_json)
-
-
-def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, VersionFiles | InBlob | None]:
-    """A version with what the catalog keeps of its files."""
-    from stencilpress.gateway.catalog.adapters import get_adapter
-    from stencilpress.gateway.catalog.records import find_version_of
-    from stencilpress.gateway.catalog.version_files import find_files
-    from stencilpress.gateway.names import parse_version_ref
-
-    name, number = parse_version_ref(ref)
-
-    async def work(db: Database, owner: Tenant) -> tuple[Version, VersionFiles | InBlob | None]:
-        found = find_version_of(await get_adapter(db, owner.id, name), number)
-        return found, await find_files(db, owner.id, name, number)
-
-    return with_tenant(place, tenant_name, work)
-
-
-def _blob(place: Place, digest: str) -> Path:
+def blob_of(place: Place, digest: str) -> Path:
     """Where a version's files lie. Raises :class:`click.ClickException` if they are not here."""
     from stencilpress.gateway.blobs import BlobStore
 
@@ -173,36 +141,7 @@ def _blob(place: Place, digest: str) -> Path:
     return folder
 
 
-@version.command("diff")
-@place_options
-@click.argument("ref", metavar="NAME@NUMBER")
-@click.argument("other", type=click.IntRange(1))
-@tenant_option
-@json_option
-def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
-    """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
-    from stencilpress.gateway.lifecycle.diff import Side, diff_versions
-    from stencilpress.gateway.lifecycle.originals import config_of
-    from stencilpress.gateway.worker_process import WorkerError
-
-    left = _stored(place, ref, tenant_name)
-    right = _stored(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
-    base = _base_of(place, left[0].base_id)
-    blobs = [(files, _blob(place, version.digest)) for version, files in (left, right)]
-    sides = [Side(blob, config_of(files, blob)) for files, blob in blobs]
-    try:
-        found = asyncio.run(diff_versions(sides[0], sides[1], base.folder, "auto"))
-    except (WorkerError, TimeoutError) as error:
-        raise click.ClickException(f"the versions could not be compared: {error}") from error
-    if as_json:
-        show_one(found, as_json)
-        return
-    if found.config is not None:
-        show(found.config, as_json)
-    show(found.deltas, as_json)
-
-
-@_version_command("smoke")
+@version_command("smoke")
 def version_smoke(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Ask a version its adapter's smoke prompts, on the running server's engine."""
     from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
@@ -215,7 +154,7 @@ def version_smoke(place: Place, ref: str, tenant_name: str, as_json: bool) -> No
         raise click.exceptions.Exit(1)
 
 
-@_version_command("smoke-runs")
+@version_command("smoke-runs")
 def version_smoke_runs(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """List the last runs of the smoke prompts for a version, newest first."""
     from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
@@ -236,14 +175,14 @@ async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: i
     from stencilpress.gateway.tokenizer import ModelTokenizer
 
     socket = _engine_socket(place)
-    _blob(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
+    blob_of(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
     async with EngineClient(socket) as engine:
         try:
             async with asyncio.timeout(ENGINE_LIMIT_S):
                 base_id = (await engine.wait_ready()).base_id
         except TimeoutError:
             raise click.ClickException("the server's engine does not answer") from None
-        tokenizer = ModelTokenizer(_base_of(place, base_id).folder)
+        tokenizer = ModelTokenizer(base_of(place, base_id).folder)
         return await run_for(db, engine, tokenizer, owner, name, number, base_id, actor=operator_here())
 
 
@@ -255,7 +194,7 @@ def _engine_socket(place: Place) -> Path:
     return socket
 
 
-def _base_of(place: Place, base_id: str) -> Base:
+def base_of(place: Place, base_id: str) -> Base:
     from stencilpress.bases import find_base
 
     base = find_base(place.data.models, base_id)

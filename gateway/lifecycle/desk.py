@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from stencilpress.gateway.catalog.records import Version
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.enrol import Enrolment
-from stencilpress.gateway.errors import AdapterUnavailableError, InvalidAdapterError
+from stencilpress.gateway.errors import AdapterUnavailableError, ConflictError, InvalidAdapterError
 from stencilpress.gateway.intake import IntakeError
 from stencilpress.gateway.intake_records import Dtype
 from stencilpress.gateway.lifecycle.cold import ColdTier, ColdTierError
@@ -23,7 +23,7 @@ from stencilpress.gateway.lifecycle.contents import Contents, read_contents
 from stencilpress.gateway.lifecycle.diff import Diff, Side, diff_versions
 from stencilpress.gateway.lifecycle.gate import IntakeGate
 from stencilpress.gateway.lifecycle.leases import Leases
-from stencilpress.gateway.lifecycle.originals import config_of
+from stencilpress.gateway.lifecycle.originals import UploadedFile, config_of, open_file
 from stencilpress.gateway.lifecycle.uploads import UploadStore
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.worker_process import WorkerError
@@ -105,7 +105,25 @@ class AdapterDesk:
             try:
                 return await read_contents(version, files, self.blobs.folder(version.digest))
             except OSError as error:
-                raise AdapterUnavailableError("The files of this version cannot be read.") from error
+                raise _unreadable() from error
+
+    @asynccontextmanager
+    async def file(self, version: Version, name: str, tenant_id: int) -> AsyncIterator[UploadedFile]:
+        """One of a version's two files as it was uploaded; the blob stays here while the block runs.
+
+        Raises :class:`AdapterUnavailableError`, :class:`ConflictError` where it was not kept.
+        """
+        async with self.using(version.digest, tenant_id):
+            files = await find_files(self.db, tenant_id, version.adapter, version.number)
+            try:
+                found = await asyncio.to_thread(open_file, name, files, self.blobs.folder(version.digest))
+            except OSError as error:
+                raise _unreadable() from error
+            if found is None:
+                text = "file: it was not kept when the version was added; uploading the same files again keeps them"
+                raise ConflictError(text, param="file", code="file_not_kept")
+            with closing(found.chunks):
+                yield found
 
     async def _side(self, version: Version, tenant_id: int) -> Side:
         files = await find_files(self.db, tenant_id, version.adapter, version.number)
@@ -150,3 +168,7 @@ class AdapterDesk:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+
+
+def _unreadable() -> AdapterUnavailableError:
+    return AdapterUnavailableError("The files of this version cannot be read.")

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -93,14 +93,31 @@ def weights_of(files: VersionFiles | InBlob | None, blob: Path) -> Weights | Non
     return Weights(len(header).to_bytes(8, "little") + header, spans)
 
 
-def read_weights(weights: Weights, blob: Path) -> Iterator[bytes]:
+def read_weights(weights: Weights, blob: Path) -> Generator[bytes]:
     """The bytes that were uploaded, some at a time. Blocks. Raises ``OSError``."""
-    yield weights.head
+    if weights.head:
+        yield weights.head
     with (blob / WEIGHTS_NAME).open("rb") as file:
         for start, size in weights.spans:
             file.seek(start)
             for done in range(0, size, COPY_BYTES):
                 yield file.read(min(COPY_BYTES, size - done))
+
+
+class UploadedFile(NamedTuple):
+    """A file as it was uploaded. ``chunks`` block, raise ``OSError``, and must be closed if they are not all taken."""
+
+    size_bytes: int
+    chunks: Generator[bytes]
+
+
+def open_file(name: str, files: VersionFiles | InBlob | None, blob: Path) -> UploadedFile | None:
+    """One of a version's two files, or None if they were not kept. Blocks. Raises ``OSError``."""
+    if name == CONFIG_NAME:
+        config = config_of(files, blob)
+        return None if config is None else UploadedFile(len(config), (part for part in [config]))
+    weights = weights_of(files, blob)
+    return None if weights is None else UploadedFile(weights.size_bytes, read_weights(weights, blob))
 
 
 def _joined(places: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

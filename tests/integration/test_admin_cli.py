@@ -57,6 +57,7 @@ VERBS = {
     "delete_version": "version delete",
     "restore_version": "version restore",
     "get_version_contents": "version contents",
+    "get_version_file": "version download",
     "diff_versions": "version diff",
     "run_smoke_prompts": "version smoke",
     "list_smoke_runs": "version smoke-runs",

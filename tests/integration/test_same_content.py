@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+from sqlalchemy import delete, select, update
 
+from stencilpress.cli import main
 from stencilpress.engine.image import build_image, image_name, read_image
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.api.admin.dispatch import NOT_FOUND
+from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, VersionFilesRow
+from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.fakes.engine import Options
 from tests.integration.admin_client import AdminClient, admin_client
@@ -166,3 +173,89 @@ async def test_each_pays_for_its_own_bytes(first: AdminClient, second: AdminClie
 
 async def stored_bytes(admin: AdminClient, tenant: str) -> int:
     return int((await admin("GET", f"/tenants/{tenant}/quota"))["stored_bytes"]["used"])
+
+
+# --- files to take away --------------------------------------------------------------------------------------
+
+
+async def take(admin: AdminClient, path: str) -> tuple[int, bytes, Any]:
+    headers = {"Authorization": f"Bearer {admin.key}"}
+    async with admin.gateway.http.get(f"{admin.gateway.url}{ADMIN_PREFIX}{path}", headers=headers) as response:
+        return response.status, await response.read(), response.headers
+
+
+async def test_each_gets_its_own_files_back_byte_by_byte(first: AdminClient, second: AdminClient) -> None:
+    await upload_both(first, second)
+    for admin, tenant, who in ((first, "demo", "ada"), (second, "other", "bob")):
+        uploaded = {CONFIG_NAME: config(who), WEIGHTS_NAME: weights(who, backwards=who == "ada")}
+        for name, kind in ((CONFIG_NAME, "application/json"), (WEIGHTS_NAME, "application/octet-stream")):
+            status, content, headers = await take(admin, f"{at(tenant)}/versions/1/files/{name}")
+            assert (status, content) == (200, uploaded[name])
+            assert (headers["Content-Type"], headers["Content-Length"]) == (kind, str(len(content)))
+            assert headers["Content-Disposition"] == f'attachment; filename="{name}"'
+            assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+
+
+async def test_a_foreign_file_does_not_exist(gateway: Gateway, first: AdminClient, second: AdminClient) -> None:
+    """Not even for a tenant that has the same content under the same name, in a version that it has not."""
+    await upload_both(first, second)
+    await upload(first, "demo", {CONFIG_NAME: config("ada", lora_alpha=16), WEIGHTS_NAME: weights("ada")})
+    absent = (404, NotFoundError(NOT_FOUND).body())
+    for path in (
+        f"{at('demo')}/versions/1/files/{CONFIG_NAME}",
+        f"{at('other')}/versions/2/files/{CONFIG_NAME}",
+        f"{at('other')}/versions/1/files/{image_name(SPEC.fingerprint())}",
+        f"{at('other')}/versions/1/files/..%2F..%2F..%2Fcatalog.db",
+    ):
+        assert (await take(second, path))[:2] == absent, path
+    for role, status in ((Role.OPERATOR, 200), (Role.ADMIN, 200), (Role.VIEWER, 403), (Role.CALLER, 403)):
+        mine = await admin_client(gateway, "other", role)
+        for name in (CONFIG_NAME, WEIGHTS_NAME):
+            assert (await take(mine, f"{at('other')}/versions/1/files/{name}"))[0] == status, (role, name)
+
+
+async def test_files_that_were_not_kept_are_told_apart_and_come_with_the_next_upload(
+    gateway: Gateway, first: AdminClient, second: AdminClient
+) -> None:
+    """As with versions from before files were kept, of which the first tenant's had been there first."""
+    await upload_both(first, second)
+    before = blob(gateway, {"version": await first("GET", f"{at('demo')}/versions/1")})
+    (before / CONFIG_NAME).write_bytes(config("ada"))
+    (before / WEIGHTS_NAME).write_bytes(weights("ada"))
+    async with gateway.services.db.write() as session:
+        await session.execute(update(VersionFilesRow).values(config=None, weights_header=None))
+        theirs = select(AdapterRow.id).join(TenantRow).where(TenantRow.name == "other")
+        await session.execute(delete(VersionFilesRow).where(VersionFilesRow.adapter_id.in_(theirs)))
+    for name, content in ((CONFIG_NAME, config("ada")), (WEIGHTS_NAME, weights("ada"))):
+        assert (await take(first, f"{at('demo')}/versions/1/files/{name}"))[:2] == (200, content)
+        status, refused, _ = await take(second, f"{at('other')}/versions/1/files/{name}")
+        assert (status, json.loads(refused)["error"]["code"]) == (409, "file_not_kept")
+    assert (await first("GET", f"{at('demo')}/versions/1/contents"))["config"] == json.loads(config("ada"))
+    assert (await second("GET", f"{at('other')}/versions/1/contents"))["config"] is None
+    await upload(second, "other", {CONFIG_NAME: config("bob"), WEIGHTS_NAME: weights("bob")})
+    assert (await second("GET", f"{at('other')}/versions/1/contents"))["config"] == json.loads(config("bob"))
+    assert (await take(second, f"{at('other')}/versions/1/files/{WEIGHTS_NAME}"))[:2] == (200, weights("bob"))
+
+
+async def test_the_command_writes_what_was_uploaded(
+    gateway: Gateway, first: AdminClient, second: AdminClient, tmp_path: Path
+) -> None:
+    await upload_both(first, second)
+    place = ("--data", str(tmp_path / "data"), "--database-url", gateway.services.settings.database_url)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "v1").symlink_to(tmp_path / "v1")
+
+    async def run(*arguments: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--tenant", "other", *place])
+
+    target = tmp_path / "taken" / "helper"
+    written = await run("version", "download", "helper@1", str(target), "--json")
+    assert written.exit_code == 0, written.output
+    sizes = {CONFIG_NAME: len(config("bob")), WEIGHTS_NAME: len(weights("bob"))}
+    assert json.loads(written.stdout) == {"folder": str(target), "files": sizes}
+    assert (target / CONFIG_NAME).read_bytes() == config("bob")
+    assert (target / WEIGHTS_NAME).read_bytes() == weights("bob")
+    again = await run("version", "download", "helper@1", str(target))
+    assert (again.exit_code, "exists" in again.output) == (1, True)
+    shown = await run("version", "contents", "helper@1", "--json")
+    assert json.loads(shown.stdout)["config"] == json.loads(config("bob"))

@@ -13,6 +13,7 @@ from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin import adapters as operations
 from stencilpress.gateway.api.admin.adapter_views import AdapterView, SmokeRunView, SmokeSuiteView, VersionView
 from stencilpress.gateway.api.admin.aliases import get_smoke_prompts, list_smoke_runs
+from stencilpress.gateway.api.admin.version_files import get_version_file
 from stencilpress.gateway.catalog.audit import actors_of
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults
 from stencilpress.gateway.errors import ApiError, NotFoundError
@@ -68,6 +69,17 @@ async def restore_version(request: web.Request) -> web.StreamResponse:
     except ApiError as error:
         return redirect(request, adapter_path(request), shown_beside_form(error).message, "bad")
     return redirect(request, _here(request), f"@{request.match_info['version']} is back in use.")
+
+
+@page(Permission.WRITE)
+async def get_file(request: web.Request) -> web.StreamResponse:
+    try:
+        sent: web.StreamResponse = await _ask(request, get_version_file, file=request.match_info["file"])
+    except ApiError as error:
+        if isinstance(error, NotFoundError):
+            raise
+        return redirect(request, _here(request), shown_beside_form(error).message, "bad")
+    return sent
 
 
 def _here(request: web.Request) -> str:
@@ -181,6 +193,7 @@ async def _diff(request: web.Request, other: str) -> tuple[DiffShown | None, str
 
 ROUTES = (
     web.get(VERSION, show_version),
+    web.get(f"{VERSION}/files/{{file}}", get_file),
     web.post(f"{VERSION}/defaults", set_defaults),
     web.post(f"{VERSION}/delete", delete_version),
     web.post(f"{VERSION}/restore", restore_version),

@@ -21,6 +21,7 @@ from stencilpress.gateway.api.admin import (
     tenants,
     uploads,
     usage,
+    version_files,
 )
 from stencilpress.gateway.api.admin.dispatch import handler_of
 from stencilpress.gateway.api.admin.openapi import openapi_document
@@ -34,6 +35,7 @@ OPERATIONS = (
     *aliases.OPERATIONS,
     *canary.OPERATIONS,
     *uploads.OPERATIONS,
+    *version_files.OPERATIONS,
     *usage.OPERATIONS,
     *series.OPERATIONS,
     *engines.OPERATIONS,

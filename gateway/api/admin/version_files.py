@@ -1,0 +1,69 @@
+"""The files of a version as they were uploaded, to take away."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from stencilpress.gateway.access import Permission
+from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.api.admin.desk import desk_of, number_of
+from stencilpress.gateway.api.admin.operation import JSON, Call, operation
+from stencilpress.gateway.catalog import adapters
+from stencilpress.gateway.catalog.records import find_version_of
+from stencilpress.gateway.enrol import FILES
+from stencilpress.gateway.errors import NotFoundError
+from stencilpress.gateway.lifecycle.originals import UploadedFile
+from stencilpress.gateway.stream import SlowClientError
+
+OCTETS = "application/octet-stream"
+
+
+@operation(
+    "GET",
+    "/tenants/{tenant}/adapters/{adapter}/versions/{version}/files/{file}",
+    Permission.WRITE,
+    produces=OCTETS,
+)
+async def get_version_file(call: Call) -> web.StreamResponse:
+    """A file of a version, byte by byte as it was uploaded.
+
+    FILE is `adapter_config.json` or `adapter_model.safetensors`; of an archive those that were in it. For whoever may
+    replace them: a viewer sees what is in them, and does not get the weights.
+    """
+    name = call.path("file")
+    adapter = await adapters.get_adapter(call.services.db, call.tenant.id, call.path("adapter"))
+    version = find_version_of(adapter, number_of(call))
+    if name not in FILES:
+        raise NotFoundError(f"file: {name[:64]!r} is none of {', '.join(FILES)}", param="file")
+    async with desk_of(call).file(version, name, call.tenant.id) as file:
+        return await _send(call, name, file)
+
+
+async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse:
+    """Raises :class:`SlowClientError` for a client that stops reading: it would keep the blob on this host."""
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": JSON if name == CONFIG_NAME else OCTETS,
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }
+    )
+    response.content_length = file.size_bytes
+    await response.prepare(call.request)
+    while chunk := await asyncio.to_thread(next, file.chunks, b""):
+        try:
+            async with asyncio.timeout(call.services.settings.write_limit_s):
+                await response.write(chunk)
+        except TimeoutError:
+            call.services.metrics.slow_clients_cut.inc()
+            if call.request.transport is not None:
+                call.request.transport.abort()
+            raise SlowClientError("the client does not read") from None
+    await response.write_eof()
+    return response
+
+
+OPERATIONS = (get_version_file,)
