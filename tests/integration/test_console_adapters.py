@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from urllib.parse import quote
 
 import pytest
 from markupsafe import escape
+from sqlalchemy import delete
 
 from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.catalog.adapters import add_version, get_adapter
 from stencilpress.gateway.catalog.aliases import withdraw_canary
+from stencilpress.gateway.catalog.models import VersionFilesRow
 from stencilpress.gateway.catalog.tenants import get_tenant
 from stencilpress.gateway.names import BaseNames
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.fakes.engine import Options
 from tests.integration.admin_client import AdminClient, admin_client
 from tests.integration.console_harness import Browser, running_console, signed_in
@@ -315,6 +319,36 @@ async def test_a_version_shows_what_it_is(admin: Browser, api: AdminClient) -> N
     assert "q_proj 2 4" in page.words, "projection, layers, rank"
     gone = await admin.get(f"{PIRATE}/versions/1")
     assert "not within reach of this server" in gone.words
+
+
+async def test_a_version_gives_its_files_back(gateway: Gateway, admin: Browser, api: AdminClient) -> None:
+    await upload(api)
+    page = await admin.get(f"{HELPER}/versions/1")
+    links = re.findall(r'<a href="([^"]+/files/[^"]+)" download>', page.text)
+    assert links == [f"{HELPER}/versions/1/files/{name}" for name in (CONFIG_NAME, WEIGHTS_NAME)]
+    config = await admin.get(links[0])
+    assert json.loads(config.text) == (await api("GET", f"{API}/helper/versions/1/contents"))["config"]
+    assert config.headers["Content-Disposition"] == f'attachment; filename="{CONFIG_NAME}"'
+    viewer = await signed_in(gateway, Role.VIEWER)
+    assert "/files/" not in (await viewer.get(f"{HELPER}/versions/1")).text
+    await viewer.get(links[0], status=403)
+    await admin.get(f"{HELPER}/versions/1/files/catalog.db", status=404)
+    await admin.get(f"{HELPER}/versions/9/files/{CONFIG_NAME}", status=404)
+    gone = await admin.get(f"{PIRATE}/versions/1/files/{CONFIG_NAME}", status=303)
+    assert gone.location == f"{PIRATE}/versions/1"
+    assert "not kept when the version was added" in (await admin.get(gone.location)).words
+
+
+async def test_a_version_whose_config_was_not_kept_says_so(gateway: Gateway, admin: Browser, api: AdminClient) -> None:
+    await upload(api)
+    await upload(api, seed=1)
+    async with gateway.services.db.write() as session:
+        await session.execute(delete(VersionFilesRow).where(VersionFilesRow.version == 1))
+    page = await admin.get(f"{HELPER}/versions/1?other=2")
+    assert "The config of this version was not kept" in page.words
+    assert "The configs cannot be compared" in page.words
+    assert "/files/" not in page.text
+    assert "Config and weights do not differ" not in (await admin.get(f"{HELPER}/versions/1?other=1")).words
 
 
 async def test_versions_are_compared(admin: Browser, api: AdminClient) -> None:

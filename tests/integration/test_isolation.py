@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from stencilpress.gateway.access import ADMIN_PREFIX, PERMISSIONS, SCOPE_ROUTES, Permission, Role
+from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.alerts.incidents import Incident, Moves, State, Subject
 from stencilpress.gateway.alerts.rules import Kind, Severity
 from stencilpress.gateway.api.admin.dispatch import NOT_FOUND
@@ -77,6 +78,8 @@ async def open_alert(gateway: Gateway) -> str:
 
 
 def path_of(operation: Operation, ids: dict[str, str], tenant: str) -> str:
+    if operation.id == "get_version_file" and ids["file"] == "archive":  # of an upload
+        ids = {**ids, "file": CONFIG_NAME}
     return re.sub(r"\{(\w+)\}", lambda found: tenant if found[1] == "tenant" else ids[found[1]], operation.path)
 
 

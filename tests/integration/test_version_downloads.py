@@ -1,0 +1,79 @@
+"""A version's files go to clients that do not read, or that leave: nothing of this host stays tied up."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from stencilpress.gateway.access import ADMIN_PREFIX, Role
+from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.catalog.adapters import get_adapter
+from stencilpress.gateway.catalog.models import VersionFilesRow
+from stencilpress.gateway.catalog.tenants import get_tenant
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
+from tests.integration.admin_client import admin_client
+from tests.integration.gateway_harness import Gateway, running_gateway
+from tests.integration.test_gateway_failures import eventually, sample
+
+PATH = f"{ADMIN_PREFIX}/tenants/demo/adapters/pirate/versions/1/files/{WEIGHTS_NAME}"
+LARGE_BYTES = 64 << 20
+
+
+async def give_files(gateway: Gateway) -> str:
+    """Weights that no buffer holds, to the version pirate@1; its digest."""
+    db, desk = gateway.services.db, gateway.services.desk
+    assert desk is not None
+    digest = (await get_adapter(db, (await get_tenant(db, "demo")).id, "pirate")).versions[0].digest
+    folder = desk.blobs.folder(digest)
+    folder.mkdir()
+    (folder / CONFIG_NAME).write_text("{}")
+    with (folder / WEIGHTS_NAME).open("wb") as file:
+        file.truncate(LARGE_BYTES)
+    async with db.write() as session:
+        session.add(VersionFilesRow(adapter_id=1, version=1))
+    return digest
+
+
+def is_free(gateway: Gateway, digest: str) -> bool:
+    """Whether upkeep could remove the blob."""
+    assert gateway.services.desk is not None
+    with gateway.services.desk.blobs.claim(digest) as free:
+        return free
+
+
+async def ask(gateway: Gateway, lazy: socket.socket) -> None:
+    """Send a request for the file, of which nothing is read."""
+    key = (await admin_client(gateway, "demo", Role.ADMIN)).key
+    host, port = gateway.url.removeprefix("http://").split(":")
+    lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    lazy.connect((host, int(port)))
+    lazy.sendall(f"GET {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_blob_is_free_again_when_a_client_does_not_read(tmp_path: Path, leaves: bool) -> None:
+    limit_s = 60.0 if leaves else 0.3
+    async with running_gateway(tmp_path, write_limit_s=limit_s) as gateway:
+        digest = await give_files(gateway)
+        with socket.socket() as lazy:
+            await ask(gateway, lazy)
+            await eventually(lambda: not is_free(gateway, digest))
+            if not leaves:
+                await eventually(lambda: sample(gateway, "stencilpress_slow_clients_cut_total") == 1)
+        await eventually(lambda: is_free(gateway, digest))
+        assert sample(gateway, "stencilpress_slow_clients_cut_total") == (0 if leaves else 1)
+
+
+async def test_other_requests_are_answered_meanwhile_and_all_of_a_file_arrives(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path) as gateway:
+        digest = await give_files(gateway)
+        admin = await admin_client(gateway, "demo", Role.ADMIN)
+        headers = {"Authorization": f"Bearer {admin.key}"}
+        async with gateway.http.get(gateway.url + PATH, headers=headers) as response:
+            first = await response.content.readexactly(1)
+            assert (await admin("GET", "/tenants/demo/adapters/pirate/versions/1"))["number"] == 1
+            rest = await response.read()
+        assert len(first + rest) == response.content_length == LARGE_BYTES
+        await eventually(lambda: is_free(gateway, digest))
