@@ -74,6 +74,9 @@ SEEDS: dict[str, str] = {
         SELECT id, number, encode(sha256((id || '@' || number)::bytea), 'hex'), 'acme/Press-1B', false, '[8]',
             '["q_proj"]', 1000000, '["adapter_config.json"]', created_at
         FROM adapters, generate_series(1, $$1::int) AS number WHERE name LIKE 'adapter-%'""",
+    "version_files": """
+        INSERT INTO version_files (adapter_id, version)
+        SELECT id, number FROM adapters, generate_series(1, $$1::int) AS number WHERE name LIKE 'adapter-%'""",
     "usage_requests": """
         INSERT INTO usage_requests (key, request_id, tenant_id, key_id, adapter, version, admitted_at, finished_at,
             status, error_code, prompt_tokens, cached_tokens, completion_tokens, undelivered_tokens, ttft_ms,
@@ -83,7 +86,7 @@ SEEDS: dict[str, str] = {
             'completed', '', 500, 0, 200, 0, 100, 20, 1, 0, 4100, true
         FROM generate_series(1, $$1::int) AS i""",
 }
-"""How each table is filled with so many rows; for versions, of each adapter."""
+"""How each table is filled with so many rows; for versions and their files, which are the blob's, of each adapter."""
 AUDIT_FILTERS = {
     "one target": "target=key:{key}",
     "a busy actor": "actor=user:ops@press.example",
@@ -144,6 +147,7 @@ async def _measure(url: str, given: argparse.Namespace) -> list[Result]:
         "api_keys": given.keys,
         "adapters": ADAPTERS,
         "versions": 3,
+        "version_files": 3,
         "audit_log": given.audit,
         **console_series.COUNTS,
         "usage_requests": given.usage,
@@ -181,7 +185,8 @@ async def _place_files(gateway: Gateway) -> None:
     db, desk = gateway.services.db, gateway.services.desk
     shown = await get_adapter(db, (await get_tenant(db, BIG)).id, SHOWN)
     assert desk is not None
-    write_adapter(desk.blobs.folder(find_version_of(shown, 1).digest), GOOD, lora_tensors(tiny_spec()))
+    folder, targets = desk.blobs.folder(find_version_of(shown, 1).digest), ["q_proj"]
+    write_adapter(folder, {**GOOD, "target_modules": targets}, lora_tensors(tiny_spec(), targets=tuple(targets)))
 
 
 def _cases(operation: Operation) -> Iterator[Case]:
