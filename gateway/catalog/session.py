@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -103,10 +104,25 @@ def _create_engine(url: URL) -> AsyncEngine:
         return create_async_engine(
             url, connect_args=arguments, pool_timeout=BUSY_TIMEOUT_MS / 1000, pool_pre_ping=True, hide_parameters=True
         )
-    engine = create_async_engine(url, pool_timeout=BUSY_TIMEOUT_MS / 1000, hide_parameters=True)
+    arguments = {"factory": _SqliteConnection}
+    engine = create_async_engine(url, connect_args=arguments, pool_timeout=BUSY_TIMEOUT_MS / 1000, hide_parameters=True)
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """Ends its transaction when it is closed.
+
+    SQLite keeps a closed connection, and its locks, for as long as a statement of it lives that was not read to its
+    end. A task that is cancelled within a transaction leaves such a statement to the garbage collector: until that
+    comes by, nobody could write.
+    """
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):  # it is closed already, or has no transaction that can still be ended
+            self.rollback()
+        super().close()
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
