@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from weakref import WeakSet
@@ -32,6 +32,7 @@ from stencilpress.gateway.catalog.schema import SchemaError, check_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.changes import Changes
 from stencilpress.gateway.drain import Drain
+from stencilpress.gateway.ending import Ending
 from stencilpress.gateway.engine_reader import EngineReader
 from stencilpress.gateway.engines import Engines
 from stencilpress.gateway.errors import UnavailableError
@@ -59,7 +60,7 @@ from stencilpress.web.app import mount_console
 BAD_SETTINGS = 2
 """Exit status: starting again cannot help."""
 FAILED = 1
-"""Exit status: the catalog did not answer at the start, or the shutdown had to cut off streams."""
+"""Exit status: the catalog did not answer at the start, or the shutdown had to cut off streams or itself."""
 BACKLOG = 4096
 """Connections that wait to be accepted, as the supervisor has it: aiohttp would listen again with 128, and the kernel
 drops what comes on top, which then waits a second."""
@@ -71,7 +72,7 @@ BEAT_S = 1.0
 HANG_LIMIT_S = 30.0
 """A loop that has not turned for so long serves nobody: the supervisor starts the process anew."""
 LAST_EVENTS_S = 0.3
-"""For the error events of streams that outlived the drain."""
+"""For the error events of streams that outlived the drain, and then for the last frames of all WebSockets together."""
 
 logger = logging.getLogger("stencilpress.gateway")
 
@@ -104,16 +105,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 async def _serve(settings: GatewaySettings) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = _stop_requested(settings.drain_s)
     context, traces = tls_context(settings), tracing(settings)
     async with AsyncExitStack() as stack:
+        last = stack.enter_context(ExitStack())  # after all else: until then clients may still take what is theirs
         if traces is not None:
             stack.push_async_callback(traces.close)
         services = await stack.enter_async_context(_services(settings, traces))
+        if stop.is_set():  # while it started: then it never serves
+            return 0
         runner = create_runner(services, LAST_EVENTS_S, [mount_console])
         await runner.setup()
+        last.callback(runner.abort)
         gc.collect()
         gc.freeze()  # the tokenizer's tables among others: looking through them again would stop all streams for 50 ms
         gc.set_threshold(GARBAGE_OBJECTS)
@@ -136,6 +139,19 @@ async def _serve(settings: GatewaySettings) -> int:
         clean = await _shut_down(services)
         await runner.cleanup()
     return 0 if clean else FAILED
+
+
+def _stop_requested(drain_s: float) -> asyncio.Event:
+    """Set by the first signal, from which on the time runs; further ones change nothing."""
+    stop, ending = asyncio.Event(), Ending(FAILED)
+
+    def begin() -> None:
+        ending.begin(drain_s)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, begin)
+    return stop
 
 
 async def _beat(heartbeat: Heartbeat) -> None:
@@ -235,8 +251,10 @@ async def _shut_down(services: Services) -> bool:
     if not clean:
         await services.engine.close()  # ends every open stream
         await services.drain.idle(LAST_EVENTS_S)
-    for socket_ in list(services.websockets):
-        await socket_.close(code=WSCloseCode.GOING_AWAY)
+    goodbyes = [socket_.close(code=WSCloseCode.GOING_AWAY) for socket_ in services.websockets]
+    with suppress(TimeoutError):  # who does not read has a full buffer, in which no goodbye finds room
+        async with asyncio.timeout(LAST_EVENTS_S):
+            await asyncio.gather(*goodbyes, return_exceptions=True)
     return clean
 
 

@@ -44,7 +44,7 @@ def create_app(services: Services, mounts: Iterable[Mount] = ()) -> web.Applicat
     return app
 
 
-def create_runner(services: Services, shutdown_timeout_s: float, mounts: Iterable[Mount] = ()) -> web.AppRunner:
+def create_runner(services: Services, shutdown_timeout_s: float, mounts: Iterable[Mount] = ()) -> Runner:
     """Runs the application the way it is meant to be run."""
     return Runner(
         create_app(services, mounts),

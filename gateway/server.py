@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import ssl
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -32,19 +32,44 @@ logger = logging.getLogger(__name__)
 class Runner(web.AppRunner):
     """Runs an application whose clients get the API's errors for requests that no handler ever sees."""
 
+    def __init__(self, app: web.Application, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._transports: dict[object, asyncio.Transport] = {}
+        """Of connections that are open, or have been closed and not taken all yet."""
+
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         server.__class__ = _Server
+        server.transports = self._transports  # type: ignore[attr-defined]
         return server
+
+    def abort(self) -> None:
+        """Drop what clients have not taken. The loop could not be closed before the last of them has read all."""
+        for transport in list(self._transports.values()):
+            transport.abort()
 
 
 class _Server(web.Server):
+    transports: dict[object, asyncio.Transport]
+
     def __call__(self) -> RequestHandler:
-        return _Protocol(self, loop=self._loop, **self._kwargs)
+        protocol = _Protocol(self, loop=self._loop, **self._kwargs)
+        protocol.transports = self.transports
+        return protocol
 
 
 class _Protocol(RequestHandler):
-    __slots__ = ()
+    __slots__ = ("transports",)
+
+    transports: dict[object, asyncio.Transport]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transports[self] = cast("asyncio.Transport", transport)  # uvloop's is one in all but its class
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.transports.pop(self, None)
+        super().connection_lost(exc)
 
     def handle_error(self, request: Any, status: int = 500, exc: Any = None, message: Any = None) -> web.StreamResponse:
         """What aiohttp answers in plain text, by itself: mostly to what is malformed."""

@@ -119,7 +119,9 @@ async def end(children: Sequence[Child], deadline: float) -> None:
     for child in children:
         child.terminate()
     await asyncio.wait(waits, timeout=deadline - asyncio.get_running_loop().time())
-    for child in children:
+    for child, wait in zip(children, waits, strict=True):
+        if not wait.done():
+            logger.warning("the %s has not ended in time; killing it", child.name)
         child.kill()
     await asyncio.wait(waits)
 

@@ -23,7 +23,7 @@ from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.keys import issue_key
-from tests.fakes.engine import Options, running_engine
+from tests.fakes.engine import FakeEngine, Options, running_engine
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, build_model
 
 OPTIONS = Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=100_000, step_delay_s=0.002)
@@ -37,6 +37,9 @@ class Started:
     lifeline: int
     http: aiohttp.ClientSession
     listener: socket.socket
+    engine: FakeEngine
+    environment: dict[str, str]
+    log: Path
 
     async def stream(self, max_tokens: int) -> aiohttp.ClientResponse:
         body = {"model": "base", "prompt": "abc", "max_tokens": max_tokens, "stream": True}
@@ -59,7 +62,7 @@ async def started(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         await create_tenant(db, "demo")
         key = (await issue_key(db, "demo")).token
     with ExitStack() as stack:
-        stack.enter_context(running_engine(tmp_path / "engine.sock", OPTIONS))
+        engine = stack.enter_context(running_engine(tmp_path / "engine.sock", OPTIONS))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         lifeline, held = os.pipe()
         stack.callback(os.close, lifeline)
@@ -74,14 +77,17 @@ async def started(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
         environment = {**os.environ, **{f"STENCILPRESS_{name}": str(value) for name, value in settings.items()}}
         command = [sys.executable, "-W", "error", "-m", "stencilpress.gateway"]
         descriptors = (listener.fileno(), lifeline)
-        process = subprocess.Popen(command, env=environment, pass_fds=descriptors)  # noqa: ASYNC220 - nothing else runs
+        log = tmp_path / "gateway.log"
+        stack.callback(lambda: sys.stderr.write(log.read_text()))
+        stderr = stack.enter_context(log.open("w"))
+        process = subprocess.Popen(command, env=environment, pass_fds=descriptors, stderr=stderr)  # noqa: ASYNC220 - nothing else runs
         stack.callback(process.wait)
         stack.callback(process.kill)
         http = aiohttp.ClientSession()
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         while (await http.get(f"{address}/readyz")).status != 200:  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(0.05)
-        yield Started(process, address, key, held, http, listener)
+        yield Started(process, address, key, held, http, listener, engine, environment, log)
         await http.close()
 
 
