@@ -2,7 +2,8 @@
 
 The first line is a header, the last one the number of rows; between them are the rows of :data:`EXPORTED`, parents
 first. Ids that the database gives out are given out anew on import, so a file fits beside what is there. It holds the
-hashes of keys and passwords and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it.
+hashes of keys and passwords and the tenants' salts: it is as secret as the database. Blobs of adapters are not in it;
+what of their files is each version's own, is.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class ImportQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 async def export_file(call: Call) -> web.StreamResponse:
     """Tenants, keys and adapters as a file for import elsewhere, on SQLite or PostgreSQL.
 
-    It holds the hashes of keys and the salts of prefix caches: keep it as safe as the database. The adapters' own files
-    are not in it.
+    It holds the hashes of keys and the salts of prefix caches: keep it as safe as the database. The adapters' tensors
+    are not in it, their configs are.
     """
     with TemporaryFile() as file:
         async for line in export_catalog(call.services.db):  # to the disk first: a slow client holds no transaction
