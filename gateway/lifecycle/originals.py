@@ -13,12 +13,13 @@ import shutil
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
-from stencilpress.gateway.adapter_config import CONFIG_NAME, deciding_part
+from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, deciding_part
 from stencilpress.gateway.catalog.records import InBlob, VersionFiles
+from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
 COPY_BYTES = 1 << 20
@@ -40,17 +41,22 @@ def read_files(folder: Path) -> VersionFiles:
 def leave_content(folder: Path) -> None:
     """Take out of the two files what :func:`read_files` has kept of them, before they become a blob. Blocks.
 
-    A file that changes is replaced, never written to: an unfinished upload may share it.
+    A file that changes is replaced, never written to: an unfinished upload may share it. Raises
+    :class:`InvalidRequestError` for a config that another way to write its numbers makes too large.
     """
     config = strict_json.parse((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME)
+    deciding = _written({_LEFT: False, **deciding_part(config)})
+    if len(deciding) > MAX_CONFIG_BYTES:  # whoever has the same content could not read it back
+        text = f"{CONFIG_NAME}: what decides the result takes more than {MAX_CONFIG_BYTES} bytes"
+        raise InvalidRequestError(text, param=CONFIG_NAME, code="too_large")
     with _replacing(folder / CONFIG_NAME) as file:
-        file.write(json.dumps({_LEFT: False, **deciding_part(config)}).encode())
+        file.write(deciding)
     with (folder / WEIGHTS_NAME).open("rb") as uploaded:
         header = strict_json.parse(_header(uploaded), WEIGHTS_NAME)
         if header.pop(_METADATA, {}) in _USUAL:
             return
         with _replacing(folder / WEIGHTS_NAME) as file:
-            left = json.dumps(header).encode()
+            left = _written(header)
             file.write(len(left).to_bytes(8, "little") + left)
             shutil.copyfileobj(uploaded, file, COPY_BYTES)
 
@@ -129,6 +135,11 @@ def _joined(places: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             spans.append((start, size))
     return tuple(spans)
+
+
+def _written(value: dict[str, Any]) -> bytes:
+    """JSON no longer than what it was read from, but for numbers; half a surrogate pair stays an escape."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select, update
 
-from stencilpress.gateway.adapter_config import CONFIG_NAME, read_config
+from stencilpress.gateway import strict_json
+from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, read_config
 from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.erasure import purge_tenant
 from stencilpress.gateway.catalog.lifecycle import delete_adapter, delete_version, purge
@@ -20,6 +21,7 @@ from stencilpress.gateway.catalog.records import NewVersion, Tenant, VersionFile
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, delete_tenant
 from stencilpress.gateway.catalog.version_files import find_files
+from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.lifecycle.originals import config_of, leave_content, read_files, read_weights, weights_of
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
@@ -145,6 +147,31 @@ def test_what_is_left_of_a_config_means_the_same(tmp_path: Path) -> None:
     leave_content(folder)
     assert read_config(json.loads((folder / CONFIG_NAME).read_bytes())) == read_config(raw)
     assert read_config(raw)[1] == []
+
+
+@pytest.mark.parametrize("text", ["é" * 500_000, "\ud800" * 170_000, "x" * 1_000_000])
+def test_what_is_left_of_a_large_config_can_be_read_back(tmp_path: Path, text: str) -> None:
+    targets = [text[start : start + 4000] for start in range(0, len(text), 4000)]
+    folder = write_adapter(tmp_path, {}, TENSORS)
+    config = json.dumps({**GOOD, "target_modules": targets}, ensure_ascii=False).encode(errors="backslashreplace")
+    assert len(config) < MAX_CONFIG_BYTES
+    (folder / CONFIG_NAME).write_bytes(config)
+    leave_content(folder)
+    left = (folder / CONFIG_NAME).read_bytes()
+    assert len(left) < MAX_CONFIG_BYTES
+    assert strict_json.parse(left, CONFIG_NAME)["target_modules"] == targets
+
+
+def test_a_config_whose_numbers_grow_over_the_limit_is_refused(tmp_path: Path) -> None:
+    patterns = ",".join(f'"{number:04}{"x" * 244}":1e9' for number in range(4096))
+    folder = write_adapter(tmp_path, {}, TENSORS)
+    config = f'{{"r":4,"lora_alpha":8,"target_modules":["q_proj"],"alpha_pattern":{{{patterns}}}}}'.encode()
+    assert MAX_CONFIG_BYTES - 20_000 < len(config) < MAX_CONFIG_BYTES
+    (folder / CONFIG_NAME).write_bytes(config)
+    with pytest.raises(InvalidRequestError, match="takes more than") as caught:
+        leave_content(folder)
+    assert (caught.value.param, caught.value.code) == (CONFIG_NAME, "too_large")
+    assert (folder / CONFIG_NAME).read_bytes() == config
 
 
 def test_a_config_is_read_from_a_blob_only_where_it_is_ones_own(tmp_path: Path) -> None:
