@@ -121,6 +121,11 @@ class Residency:
         adapter = self._adapters.get(digest)
         return adapter is not None and adapter.tier is Tier.LOADING
 
+    def at_hand(self, digest: str) -> bool:
+        """Whether it is in host memory or in the pool, or on its way into the pool."""
+        adapter = self._adapters.get(digest)
+        return adapter is not None and (adapter.image is not None or bool(adapter.held))
+
     def too_large(self, digest: str) -> bool:
         """Whether it takes more pages than adapters may have."""
         return self.pages(digest) > self._capacity.max_adapter_pages

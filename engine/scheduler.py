@@ -297,14 +297,14 @@ class Scheduler:
         """What the decodes leave of the budget goes to prompts: of seated requests and of newcomers, in their turns."""
         self._turns.begin_step()
         self._blocked = None
-        if not self._seats.taken:
-            self._turns.bring_in_squeezed()  # all is idle: the pages that it lacks are free, or held for nobody's sake
+        if not self._seats.taken and self._turns.squeezed_is_next():
+            self._turns.bring_in_squeezed()  # the pages that it lacks are free, or held for those whose turn is later
         prefills.sort(key=prefill_turn)
         prefills.reverse()
         newcomer = self._newcomer(batch)
         while batch.budget:
             if newcomer is not None and (not prefills or prefill_turn(newcomer) < prefill_turn(prefills[-1])):
-                if self._seats.take(newcomer):
+                if self._seats.take(newcomer, self._turns.step):
                     self._begin(newcomer)
                     batch.add(newcomer, min(batch.budget, newcomer.remaining))
                     newcomer = self._newcomer(batch)

@@ -24,10 +24,16 @@ FIRST, NEXT = -1, 0
 
 @dataclass(slots=True)
 class Grant:
-    """An adapter's slot: how many requests share it, and the longest answer of those that have left."""
+    """An adapter's slot: how many requests share it, the longest answer of those that have left, and the step since
+    which it has had the slot, or none of the others that wanted it."""
 
     requests: int = 0
     longest_answer: int = 0
+    since: int = 0
+
+    def patience(self, most: int) -> int:
+        """For how many steps others let its newcomers pass: as long as its longest request runs, ``most`` at most."""
+        return min(self.longest_answer or most, most)
 
 
 class Seats:
@@ -48,14 +54,21 @@ class Seats:
         self._residency = residency
         self._prefixes = prefixes
         self._chains: dict[RequestKey, Chain] = {}
+        self._vacated: tuple[str, Grant] = ("", Grant())
+        """The adapter that gave up its slot last. If it is also the next to get one, nobody else has had a turn."""
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     @property
     def free(self) -> int:
         return self._limits.seats - len(self.taken)
 
-    def take(self, request: Request) -> bool:
-        """Seat a request whose adapter is ready, with pages for all its tokens. False if the pool has too few.
+    @property
+    def longest_holder(self) -> tuple[str, Grant]:
+        """Of the slots. While all are free, who had one last: requests of a single step leave none at the next one."""
+        return next(iter(self.granted.items()), self._vacated)
+
+    def take(self, request: Request, step: int) -> bool:
+        """Seat in this step a request whose adapter is ready, with pages for all its tokens. False if too few are left.
 
         Some are left for those who sit already, one for each at least, lest the newcomer be preempted for their sake.
         Whoever finds nobody seated may have all that is not in use, at last what an operator keeps.
@@ -69,7 +82,7 @@ class Seats:
         if not self._residency.make_room(missing + self._reserve(request), order, request.tenant):
             if chain is not None:
                 self._prefixes.close(chain)
-            return not self.taken and self._residency.evict_kept(request.adapter) and self.take(request)
+            return not self.taken and self._residency.evict_kept(request.adapter) and self.take(request, step)
         request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
         self.taken[request.key] = request
         self._owed_tokens += request.owed
@@ -78,7 +91,7 @@ class Seats:
             request.skip(self._prefixes.use(chain))
         if request.adapter is not None:
             self._residency.lease(request.adapter, request.tenant)
-            self.granted.setdefault(request.adapter, Grant()).requests += 1
+            self._grant(request.adapter, step)
         return True
 
     def landed(self, request: Request, count: int) -> None:
@@ -114,7 +127,7 @@ class Seats:
             grant.requests -= 1
             grant.longest_answer = max(grant.longest_answer, request.generated)
             if not grant.requests:
-                del self.granted[request.adapter]
+                self._vacated = request.adapter, self.granted.pop(request.adapter)
 
     def answered(self) -> None:
         """Somebody seated has got a token of the answer."""
@@ -174,6 +187,16 @@ class Seats:
             if request.pages[: len(common)] != common:
                 raise PoolError(f"request {key} reads pages {request.pages} that should begin with {common}")
             yield key, request.pages[len(common) :]
+
+    def _grant(self, adapter: str, step: int) -> None:
+        grant = self.granted.get(adapter)
+        if grant is None:
+            last, grant = self._vacated
+            if last != adapter:
+                grant = Grant(since=step)
+            self._vacated = ("", Grant())
+            self.granted[adapter] = grant
+        grant.requests += 1
 
     def _reserve(self, newcomer: Request) -> int:
         if not self.taken:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from itertools import islice
 
 from stencilpress.engine.limits import Limits
+from stencilpress.engine.overdue import Overdue
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
-from stencilpress.engine.seats import NEXT, Seats
+from stencilpress.engine.seats import NEXT, Grant, Seats
 from stencilpress.engine.waiting import Waiting
 
 OUTSIDERS = 64
@@ -27,10 +28,14 @@ class Turns:
 
     - It lacks a slot: anybody, until it has waited for as long as requests of the longest holder run, or for
       ``patience_steps``. Then as many of the longest holders as there are such adapters, but half of the slots at most,
-      take no newcomers, so slots free.
+      take no newcomers, so slots free. One that has waited for so long behind earlier requests of its own tenant, be
+      they preempted ones, has its turn before them (engine/overdue.py).
     - The pool lacks room for its adapter: anybody, as long as the longest request of those that hold slots has run, or
       for ``patience_steps``; then nobody is seated, so pages free.
     - Its adapter is being read from disk: anybody, since nobody's standing back would make the disk faster.
+
+    So with one slot a request waits for as long as the holder's longest request runs, and once more until all who have
+    the slot have ended: unless its tenant has had more than theirs, or they are more urgent.
     """
 
     def __init__(self, limits: Limits, waiting: Waiting, residency: Residency, seats: Seats) -> None:
@@ -40,27 +45,33 @@ class Turns:
         self._seats = seats
         self._max_loras = limits.max_loras
         self._patience_steps = limits.patience_steps
+        self._overdue = Overdue(limits, waiting, residency, seats)
         self._outsiders: list[Request] | None = None
 
     def begin_step(self) -> None:
         """A step is planned."""
         self.step += 1
         self._outsiders = None
+        self._overdue.begin_step(self.step)
 
     def take(self, request: Request) -> None:
         """The request that :meth:`next` has picked leaves its line for a seat."""
         self._waiting.seat(request, self.step)
+        self._overdue.seated(request.adapter)
         self._outsiders = None
 
     def next(self) -> Request | None:
         """The next request that may be seated now."""
-        chosen = min(self._insiders(), key=_turn, default=None)
+        chosen = self._first()
+        return None if chosen is not None and self._standing_back(chosen) else chosen
+
+    def _first(self) -> Request | None:
+        """Of those that could be seated now the one whose turn is first."""
+        chosen = min(self._insiders(), key=self._turn, default=None)
         if len(self._seats.granted) < self._max_loras:
             fresh = next(iter(self._without_slot()), None)
-            if fresh is not None and (chosen is None or _turn(fresh) < _turn(chosen)):
+            if fresh is not None and (chosen is None or self._turn(fresh) < self._turn(chosen)):
                 chosen = fresh
-        if chosen is not None and self._standing_back(chosen):
-            return None
         return chosen
 
     def yielding(self, *, blocked: bool) -> Request | None:
@@ -82,7 +93,15 @@ class Turns:
         aged = self.step - (self._patience() if self._seats.taken else 0)
         aged_lines = (digest for digest in self._residency.squeezed() if self._waiting.stands_since(digest, aged))
         heads = [head for digest in aged_lines if (head := self._waiting.head(digest)) is not None]
-        return min(heads, key=_turn, default=None)
+        overdue = self._overdue.head()
+        if overdue is not None and overdue not in heads and not self._residency.ready(overdue.adapter or ""):
+            heads.append(overdue)
+        return min(heads, key=self._turn, default=None)
+
+    def squeezed_is_next(self) -> bool:
+        """Whether the turn of that request is before those of all that could be seated now."""
+        squeezed, chosen = self.squeezed(), self._first()
+        return squeezed is not None and (chosen is None or self._turn(squeezed) < self._turn(chosen))
 
     def bring_in_squeezed(self) -> bool:
         """Place that request's adapter before all others; False if there is none. One that is in the pool by now waits
@@ -94,18 +113,19 @@ class Turns:
             self._residency.want(squeezed.adapter, squeezed.order, squeezed.tenant)
             return False
         self._residency.bring_in(squeezed.adapter, NEXT, squeezed.tenant, alone=not self._seats.taken)
+        self._outsiders = None  # some may have made room
         return True
 
     def _patience(self) -> int:
         """For how many steps one that lacks room is passed: as long as the longest request of all holders runs."""
         grants, most = self._seats.granted.values(), self._patience_steps
-        return min(most, max((grant.longest_answer or most for grant in grants), default=most))
+        return max((grant.patience(most) for grant in grants), default=most)
 
     def _standing_back(self, chosen: Request) -> bool:
         """Whether it must wait for an adapter that has lacked room for too long: for pages of those who run, or, once
         it has its pages, for the copy."""
         squeezed = self.squeezed()
-        if squeezed is None or squeezed.adapter is None or _turn(squeezed) >= _turn(chosen):
+        if squeezed is None or squeezed.adapter is None or self._turn(squeezed) >= self._turn(chosen):
             return False
         return bool(self._seats.taken) or self._residency.coming(squeezed.adapter)
 
@@ -114,18 +134,26 @@ class Turns:
         base = self._waiting.head(None)
         if base is not None:
             yield base
-        starving: list[Request] = []
-        if len(self._seats.granted) >= self._max_loras:
-            starving = self._without_slot()[: max(1, self._max_loras // 2)]
+        starving = self._starving()
         for nth, (adapter, grant) in enumerate(self._seats.granted.items()):
             head = self._waiting.head(adapter)
-            if head is None:
-                continue
-            if nth < len(starving) and _turn(starving[0]) < _turn(head):
-                patience = min(grant.longest_answer or self._patience_steps, self._patience_steps)
-                if self.step - self._waiting.since(starving[nth].adapter) >= patience:
-                    continue
-            yield head
+            if head is not None and not self._makes_way(head, nth, grant, starving):
+                yield head
+
+    def _starving(self) -> list[Request]:
+        """Those for whose adapters slots must become free, one each."""
+        if len(self._seats.granted) < self._max_loras:
+            return []
+        return self._without_slot()[: max(1, self._max_loras // 2)]
+
+    def _makes_way(self, request: Request, nth: int, grant: Grant, starving: list[Request]) -> bool:
+        """Whether the ``nth`` longest holder must not have this request seated, since others wait for its slot."""
+        overdue = self._overdue.head() if nth == 0 else None
+        if overdue is not None and self._turn(overdue) < self._turn(request):
+            return True
+        if nth >= len(starving) or self._turn(starving[0]) >= self._turn(request):
+            return False
+        return self.step - self._waiting.since(starving[nth].adapter) >= grant.patience(self._patience_steps)
 
     def _without_slot(self) -> list[Request]:
         """Heads of lines whose adapter is in the pool but has no slot, in the order of their turns."""
@@ -133,14 +161,14 @@ class Turns:
             granted = self._seats.granted
             digests = (digest for _, digest in self._residency.ready_wants() if digest not in granted)
             heads = (self._waiting.head(digest) for digest in islice(digests, OUTSIDERS))
-            self._outsiders = sorted((head for head in heads if head is not None), key=_turn)
+            self._outsiders = sorted((head for head in heads if head is not None), key=self._turn)
         return self._outsiders
+
+    def _turn(self, request: Request) -> tuple[float, bool, tuple[int, int]]:
+        overdue = request.adapter is not None and request.adapter == self._overdue.adapter
+        return request.account.counter, not overdue, request.urgency
 
 
 def prefill_turn(request: Request) -> float:
     """Of prompts to be computed those of a lower number go first, of equal ones the first seated."""
     return request.account.counter // PREFILL_TURN_TOKENS
-
-
-def _turn(request: Request) -> tuple[float, tuple[int, int]]:
-    return request.account.counter, request.urgency

@@ -57,6 +57,7 @@ class Waiting:
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._lines: dict[str | None, _Line] = {}
+        """In the order of their ``since``."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -95,7 +96,8 @@ class Waiting:
 
     def seat(self, request: Request, step: int) -> None:
         """Take a request out of its line for a seat."""
-        self._lines[request.adapter].since = step
+        line = self._lines[request.adapter] = self._lines.pop(request.adapter)
+        line.since = step
         self.discard(request)
 
     def head(self, adapter: str | None) -> Request | None:
@@ -111,6 +113,10 @@ class Waiting:
         """Whether a line is not empty and has not had a seat since that step or an earlier one."""
         line = self._lines.get(adapter)
         return line is not None and line.since <= step
+
+    def oldest(self) -> Iterator[str | None]:
+        """The adapters of all lines, the one first that has not had a seat for longest. A live view: do not keep it."""
+        return iter(self._lines)
 
     def line(self, adapter: str | None) -> Iterator[Request]:
         """A copy of a line, tenant by tenant."""
