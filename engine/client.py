@@ -109,6 +109,8 @@ class EngineClient:
         self._saying: asyncio.Future[Kept] | None = None
         self._connection: Connection | None = None
         self._connected = asyncio.Event()
+        self.crowded = False
+        """Whether requests waited for seats when the engine answered last, whoever's they were."""
         self._asked_at: float | None = None
         """When the question was put that has no answer yet."""
         self._patience_s = silence_limit_s
@@ -151,6 +153,10 @@ class EngineClient:
     def open_requests(self) -> int:
         """Requests that the engine has, or is about to get, from this client."""
         return self._connection.open_requests if self._connection is not None else 0
+
+    def open_requests_of(self, tenant: int) -> int:
+        """Those of one tenant."""
+        return self._connection.open_requests_of(tenant) if self._connection is not None else 0
 
     async def wait_ready(self) -> Welcome:
         """Wait until an engine is connected."""
@@ -235,7 +241,7 @@ class EngineClient:
     async def _serve(self, connection: Connection) -> None:
         logger.info("connected to engine generation %d", connection.welcome.generation)
         self._connection = connection
-        self._asked_at, self._patience_s = None, self._silence_limit_s
+        self._asked_at, self._patience_s, self.crowded = None, self._silence_limit_s, False
         self._connected.set()
         self._connected.clear()  # a pulse: waiters look at `ready`, which is false from the very moment of a loss
         try:
@@ -273,7 +279,7 @@ class EngineClient:
             except EngineUnavailableError:
                 return
             else:
-                missed, self._asked_at = 0, None
+                missed, self._asked_at, self.crowded = 0, None, stats.waiting > 0
                 if stats.steps:
                     slowest_s = max(slowest_s, connection.loop.time() - asked_at)
                     self._patience_s = max(RESPONSIVE_S, SLOWEST_ANSWERS * slowest_s)

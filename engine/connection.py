@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -66,6 +66,7 @@ class _Inbox:
     """What has come for one request and was not taken yet; at most its ``max_tokens`` tokens."""
 
     id: int
+    tenant: int
     prompt_tokens: int
     taken: int = 0
     tokens: list[Token] = field(default_factory=list)
@@ -148,6 +149,7 @@ class Connection:
         self.welcome = welcome
         self.ended: asyncio.Future[str] = self.loop.create_future()
         self._inboxes: dict[int, _Inbox] = {}
+        self._of_tenants: Counter[int] = Counter()
         self._channel = channel
         self._encode = msgspec.msgpack.Encoder().encode
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -167,14 +169,19 @@ class Connection:
         """Requests that have no terminal message yet and that somebody reads."""
         return len(self._inboxes)
 
+    def open_requests_of(self, tenant: int) -> int:
+        """Those of one tenant."""
+        return self._of_tenants[tenant]
+
     async def submit(self, request: Submit, limit_s: float) -> Stream:
         """Post a request and open its stream."""
-        inbox = _Inbox(request.id, len(request.prompt) // 4)
+        inbox = _Inbox(request.id, request.tenant, len(request.prompt) // 4)
         self._inboxes[request.id] = inbox
+        self._of_tenants[request.tenant] += 1
         try:
             await self._post(request, limit_s)
         except BaseException:
-            self._inboxes.pop(request.id, None)
+            self._close(request.id)
             raise
         self._publish()  # at once: the engine takes it in while the rest of this turn goes on
         return Stream(self, inbox)
@@ -199,7 +206,7 @@ class Connection:
 
     def abandon(self, request_id: int) -> None:
         """Abort a request whose stream nobody reads any more; what still comes for it is dropped."""
-        inbox = self._inboxes.pop(request_id, None)
+        inbox = self._close(request_id)
         if inbox is not None and not inbox.aborted:
             self._send_abort(request_id)
 
@@ -220,6 +227,16 @@ class Connection:
             inbox.finished = Finished(inbox.id, "error", inbox.prompt_tokens, done, code="engine_lost", message=reason)
             inbox.wake()
         self._inboxes.clear()
+        self._of_tenants.clear()
+
+    def _close(self, request_id: int) -> _Inbox | None:
+        """A request is open no more; None if it was not."""
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is not None:
+            self._of_tenants[inbox.tenant] -= 1
+            if not self._of_tenants[inbox.tenant]:
+                del self._of_tenants[inbox.tenant]
+        return inbox
 
     async def _post(self, message: Submit | Question, limit_s: float) -> None:
         """Write a message, waiting in line while the ring is full."""
@@ -286,7 +303,7 @@ class Connection:
                 elif inbox.waiter is not None:
                     self._call(inbox)
         for finished in message.finished:
-            inbox = inboxes.pop(finished.id, None)
+            inbox = self._close(finished.id)
             if inbox is not None:
                 inbox.finished = finished
                 if not inbox.called:

@@ -4,6 +4,9 @@ Requests of one adapter meet on one engine, so that it is loaded once: each engi
 the adapter's digest (rendezvous hashing), which every gateway ranks alike and which moves nobody else's adapters when
 an engine goes or comes. An engine that is too busy is passed over (consistent hashing with bounded loads, Mirrokni,
 Thorup and Zadimoghaddam 2018). Requests for the base alone go to the engine with the least to do.
+
+An engine shares its own time by the tenants' weights. So while requests wait on it, the same bound holds for the
+requests of each tenant alone: tenants who have work for all engines then have it on all, and get their shares of all.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import Awaitable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from hashlib import blake2b
 from types import TracebackType
@@ -112,7 +115,7 @@ class Engines:
         Raises as :meth:`EngineClient.submit` does.
         """
         while True:
-            client = self._clients[self.choose(request.adapter)]
+            client = self._clients[self.choose(request.adapter, request.tenant)]
             try:
                 return await client.submit(request)
             except EngineUnavailableError:
@@ -139,8 +142,9 @@ class Engines:
         finally:
             self._returning.discard(scope)
 
-    def choose(self, adapter: str) -> int:
-        """The engine for an adapter's request, or for the base ("") now. Raises :class:`EngineUnavailableError`."""
+    def choose(self, adapter: str, tenant: int | None = None) -> int:
+        """The engine for a tenant's request for an adapter, or for the base (""), now; without a tenant the one where
+        the adapter is at home. Raises :class:`EngineUnavailableError`."""
         if len(self._clients) == 1 and self._clients[0].ready:
             return 0
         ready = [index for index, client in enumerate(self._clients) if client.ready]
@@ -152,8 +156,13 @@ class Engines:
         loads = {index: self._clients[index].open_requests for index in ready}
         if not adapter:
             return min(ready, key=lambda index: (loads[index], random.random()))  # noqa: S311 - no secret
-        most = max(ALWAYS_TAKEN, math.ceil(LOAD_FACTOR * (sum(loads.values()) + 1) / len(ready)))
-        return next(index for index in ranking(adapter, len(self._clients)) if loads.get(index, most) < most)
+        most = _bound(loads)
+        takers = [index for index in ranking(adapter, len(self._clients)) if loads.get(index, most) < most]
+        if tenant is None or not self._clients[takers[0]].crowded:
+            return takers[0]
+        own = {index: self._clients[index].open_requests_of(tenant) for index in ready}
+        most = _bound(own)
+        return next((index for index in takers if own[index] < most), min(takers, key=own.__getitem__))
 
     async def ensure(self, adapter: str) -> Ensured:
         """Have an adapter brought in and checked where its requests go. Raises as :meth:`EngineClient.ensure` does."""
@@ -204,6 +213,11 @@ def ranking(adapter: str, engines: int) -> tuple[int, ...]:
         return blake2b(adapter.encode(), digest_size=8, salt=index.to_bytes(16, "little")).digest()
 
     return tuple(sorted(range(engines), key=score))
+
+
+def _bound(loads: Mapping[int, int]) -> int:
+    """How many open requests an engine may have, with the one that has come."""
+    return max(ALWAYS_TAKEN, math.ceil(LOAD_FACTOR * (sum(loads.values()) + 1) / len(loads)))
 
 
 def _waited(request: Submit, waited_s: float) -> Submit:

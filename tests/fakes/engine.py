@@ -28,6 +28,7 @@ In a thread, for unit tests::
             stream = await client.submit(Submit(0, pack_tokens([5, 6]), "", 4, Sampling()))
             assert [t.token for tokens, _ in [b async for b in stream] for t in tokens] == [5, 6, 5, 6]
         engine.submits, engine.aborts, engine.keeps   # what arrived so far
+        engine.waiting                           # how many it says that wait for a seat
         engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
         engine.hung()                            # a context in which it does nothing at all
@@ -150,6 +151,7 @@ class FakeEngine:
         self.adapters: list[AdapterSeen] = []
         self.pages = Pages(0, 0, (), b"")
         self.map_asks = 0
+        self.waiting = 0
         self.crashed = False
         self._link = Link(listener, options.welcome())
         self._requests: dict[RequestKey, _Request] = {}
@@ -307,7 +309,7 @@ class FakeEngine:
 
     def _stats(self, id_: int) -> Stats:
         counts: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__[: -len(Stats.__struct_defaults__)], 0)
-        counts |= {"id": id_, "running": len(self._requests), "steps": self._steps}
+        counts |= {"id": id_, "running": len(self._requests), "waiting": self.waiting, "steps": self._steps}
         counts |= {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
         return Stats(**counts)
 

@@ -24,8 +24,8 @@ def digest(number: int) -> str:
     return f"{number:064x}"
 
 
-def submit(adapter: str = "") -> Submit:
-    return Submit(0, pack_tokens([1, 2]), adapter, 1000, Sampling())
+def submit(adapter: str = "", tenant: int = 0) -> Submit:
+    return Submit(0, pack_tokens([1, 2]), adapter, 1000, Sampling(), tenant=tenant)
 
 
 @dataclass
@@ -33,9 +33,12 @@ class Fleet:
     engines: Engines
     fakes: list[FakeEngine]
 
-    async def loaded(self, adapter: str = "", count: int = 1) -> list[Stream]:
+    async def loaded(self, adapter: str = "", count: int = 1, tenant: int = 0) -> list[Stream]:
         """Streams that stay open: the fakes are paused."""
-        return [await self.engines.submit(submit(adapter)) for _ in range(count)]
+        return [await self.engines.submit(submit(adapter, tenant)) for _ in range(count)]
+
+    def open_of(self, tenant: int) -> list[int]:
+        return [client.open_requests_of(tenant) for client in self.engines._clients]
 
     async def ready(self, count: int) -> None:
         async with asyncio.timeout(10):
@@ -187,6 +190,27 @@ async def test_nothing_waits_for_an_engine_when_all_are_closed(tmp_path: Path) -
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "PROBE_S", 0.01)
     monkeypatch.setattr(client_module, "RESPONSIVE_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_tenants_requests_spread_over_engines_only_while_some_wait_at_home(fleet: Fleet) -> None:
+    """Three tenants with an adapter each, every one at home on another engine: no engine has more than the others."""
+    homes = [ranking(digest(number), COUNT)[0] for number in range(100)]
+    own = [digest(homes.index(home)) for home in range(COUNT)]
+    streams = [await fleet.loaded(adapter, 1, tenant) for _ in range(30) for tenant, adapter in enumerate(own)]
+    assert [fleet.open_of(tenant) for tenant in range(COUNT)] == [[30, 0, 0], [0, 30, 0], [0, 0, 30]]
+    fleet.fakes[0].waiting = 5
+    async with asyncio.timeout(10):
+        while not fleet.engines._clients[0].crowded:  # noqa: ASYNC110 - the engine is in another thread
+            await asyncio.sleep(0.005)
+    streams += [await fleet.loaded(adapter, 1, tenant) for _ in range(6) for tenant, adapter in enumerate(own)]
+    assert fleet.open_of(0)[0] == 30, "it has more than its part there"
+    assert sum(fleet.open_of(0)) == 36
+    assert [fleet.open_of(1), fleet.open_of(2)] == [[0, 36, 0], [0, 0, 36]]
+    assert fleet.engines.choose(own[0]) == 0, "that is where it is kept and checked"
+    for [stream] in streams:
+        await stream.aclose()
+    assert [fleet.open_of(tenant) for tenant in range(COUNT)] == [[0] * COUNT] * COUNT
 
 
 @pytest.mark.usefixtures("impatient")
