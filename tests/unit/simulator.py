@@ -218,6 +218,7 @@ class Engine:
 
     ``ahead``: a step is planned while the one before it is in flight. The device computes as late as it may.
     ``quick``: a :class:`QuickDevice`, and the books are checked now and then only.
+    ``eager``: the loader carries out orders at once, while the device has yet to compute the steps in flight.
     """
 
     def __init__(
@@ -233,6 +234,8 @@ class Engine:
         max_prefetched: int = 0,
     ) -> None:
         self.ahead = ahead
+        self.eager = False
+        self.loaded: list[LoadResult] = []
         self.check_every = 100 if quick else 1
         self.flights: deque[tuple[StepPlan, dict[str, tuple[Page, ...]]]] = deque()
         self.now_s = 0.0
@@ -275,22 +278,26 @@ class Engine:
         """One turn of the worker's loop; ``in_flight`` requests are aborted while the device computes."""
         self.steps += 1
         self.now_s += 0.02
-        for result in self.loader.work(load_speed):
+        for result in (*self.loaded, *self.loader.work(load_speed)):
             self.scheduler.loaded(result)
+        kept, seated = self._kept(), set(self.scheduler._seats.taken)
         plan = self.scheduler.plan_ahead() if self.flights else self.scheduler.plan()
         self._check_plan(plan)
-        self.loader.orders.extend(self.residency.take_orders())
+        orders = self.residency.take_orders()
+        self._check_drops(orders, kept, seated & set(self.scheduler._seats.taken))
+        self.loader.orders.extend(orders)
         idle = plan is None and not self.flights
         if plan is not None:
             self.flights.append((plan, dict(self.device.adapters)))
             for key in in_flight:
                 self.scheduler.abort(key)
             self._check_books()
+        self.loaded = self.loader.work(load_speed) if self.eager else []
         if self.flights and (plan is None or len(self.flights) > self.ahead):
             self._land(fails)
         self.deliver()
         self._check_books()
-        if idle and not self.loader.orders:
+        if idle and not self.loader.orders and not self.loaded:
             assert {key[0] for key in self.live} <= self.parked, "nothing runs, nothing loads, and somebody waits"
         return plan
 
@@ -333,6 +340,19 @@ class Engine:
             assert len(chunks) <= self.limits.max_num_seqs
             assert all(chunk.slot < self.limits.max_num_seqs for chunk in chunks)
             assert not {chunk.key[0] for chunk in chunks} & self.parked
+
+    def _kept(self) -> set[str]:
+        """What an operator has pinned in the pool."""
+        known = (self.residency.known(digest) for digest in self.loader.needs)
+        return {adapter.digest for adapter in known if adapter is not None and adapter.kept}
+
+    def _check_drops(self, orders: Sequence[LoadOrder], kept: set[str], seated: set[RequestKey]) -> None:
+        """No adapter is taken from a request that runs; an operator's only while one runs at most. ``seated`` are those
+        who have been so since before the step."""
+        for digest in (order.digest for order in orders if isinstance(order, DropOrder) and order.tier == "hbm"):
+            adapter = self.residency.known(digest)
+            assert adapter is None or not adapter.leases, "an adapter in use was evicted"
+            assert digest not in kept or len(seated) <= 1, "a pinned adapter was evicted"
 
     def _hear(self, connection: int, step: Step) -> None:
         for token in step.tokens:
@@ -413,6 +433,23 @@ def code(client: Client) -> str:
     return client.finished.code
 
 
+def check_nothing_is_left(engine: Engine) -> None:
+    """All requests have had their one end, and every page is free once what idles is evicted."""
+    assert all(client.finished is not None for client in engine.clients.values())
+    assert engine.pool.kv == 0
+    assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
+    settle(engine)  # what was used of late may still be on its way back
+    while engine.residency.evict_one():
+        pass
+    assert engine.pool.free == engine.pool.total
+
+
+def settle(engine: Engine) -> None:
+    """Step until nothing runs and nothing is on its way."""
+    while engine.step() is not None or engine.loader.orders or engine.loaded:
+        pass
+
+
 class Storm:
     """Random traffic and random faults from one seed."""
 
@@ -439,6 +476,7 @@ class Storm:
             max_adapter_pages=self.random.choice((9, 20, 1 << 30)),
         )
         self.engine.loader.tells = self.random.random() < 0.5
+        self.engine.eager = self.random.random() < 0.5
         self.rate = self.random.choice((0.05, 0.3, 1.0))
         self.tenants = draw(1, 5)
         self.prompts = [[self.random.randrange(VOCAB) for _ in range(longest)] for longest in (24, 24, 64)]

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stencilpress.engine.plan import Fetched, FetchOrder
-from tests.unit.simulator import Engine, Storm, code, make_engine, shape
-
-
-def settle(engine: Engine) -> None:
-    """Step until nothing runs and nothing is on its way."""
-    while engine.step() is not None or engine.loader.orders:
-        pass
+from tests.unit.simulator import Engine, Storm, check_nothing_is_left, code, make_engine, settle, shape
 
 
 def is_kept(engine: Engine, adapter: str) -> bool:
@@ -23,14 +17,7 @@ def is_kept(engine: Engine, adapter: str) -> bool:
 @pytest.mark.parametrize("seed", range(50))
 def test_storm(seed: int, ahead: bool) -> None:
     """The simulator asserts at every step; what is left to see is that nothing is left."""
-    engine = Storm(seed, ahead=ahead).run(400)
-    assert engine.pool.kv == 0
-    assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total
-    assert all(client.finished is not None for client in engine.clients.values())
-    settle(engine)  # what was used of late may still be on its way back
-    while engine.residency.evict_one():
-        pass
-    assert engine.pool.free == engine.pool.total
+    check_nothing_is_left(Storm(seed, ahead=ahead).run(400))
 
 
 def test_preemption_takes_the_last_seated_and_changes_no_text() -> None:
@@ -182,3 +169,16 @@ def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
     engine.now_s += 2
     settle(engine)
     assert is_kept(engine, "A")
+
+
+def test_an_adapter_without_room_is_not_brought_in_before_its_requests_turn() -> None:
+    """Between requests of a single step nobody runs for a moment: no reason to copy A out, B in, and A in again."""
+    engine = make_engine(pages=16, needs={"A": 10, "B": 9}, max_num_batched_tokens=8)
+    engine.submit((2, 1), [1] * 8, 40, tenant=2)
+    engine.run_until_idle()
+    for i in range(12):
+        engine.submit((1, i), [1 + i] * 8, 1, "A", tenant=1)
+    indebted = engine.submit((2, 2), [1] * 4, 4, "B", tenant=2)
+    engine.run_until_idle()
+    assert indebted.text == indebted.expected
+    assert engine.residency.loads <= 3

@@ -1,7 +1,8 @@
 """What holds under any load: hypothesis picks the engine, the tenants and the traffic; the simulator checks each step.
 
 Page books, pinned pages, adapters in a step, one terminal message a request, deadlines: all are asserted by
-:class:`tests.unit.simulator.Engine` while these run.
+:class:`tests.unit.simulator.Engine` while these run. :func:`test_any_storm_leaves_nothing` has every kind of trouble
+and looks at the books and the memory of each step; the others have many more requests and look now and then.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stencilpress.engine.limits import Limits
-from tests.unit.simulator import VOCAB, Client, Engine
+from tests.unit.simulator import LIMITS, VOCAB, Client, Engine, Storm, check_nothing_is_left
 
 EXAMPLES = 20
 STEPS = 5_000
 """Of each example: 100,000 in all for each property."""
+STORMS, STORM_STEPS = 200, 1_000
+"""Of half as many steps each on average: 100,000 in all again."""
 
 pytestmark = pytest.mark.timeout(300)  # ten seconds or so on a quiet machine
 
@@ -84,6 +87,12 @@ def loads(draw: st.DrawFn, *, shared: bool) -> Load:
     )
 
 
+@settings(max_examples=STORMS, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, STORM_STEPS), ahead=st.booleans())
+def test_any_storm_leaves_nothing(seed: int, steps: int, ahead: bool) -> None:
+    check_nothing_is_left(Storm(seed, ahead=ahead).run(steps))
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(loads(shared=True))
 def test_under_saturation_tenants_get_their_shares(load: Load) -> None:
@@ -106,6 +115,7 @@ def test_under_saturation_tenants_get_their_shares(load: Load) -> None:
     shares = [tokens / weight for tokens, weight in zip(served, load.weights, strict=True)]
     fair = sum(served) / sum(load.weights)
     assert all(abs(share / fair - 1) < 0.1 for share in shares), [share / fair for share in shares]
+    engine.run_until_idle(STEPS)
 
 
 ONE_SEAT = Load(
@@ -145,5 +155,46 @@ def test_no_request_starves(load: Load) -> None:
         for id_ in [id_ for id_, (_, client) in clients.items() if client.finished is not None]:
             live[clients.pop(id_)[0]] -= 1
         for tenant, client in clients.values():
-            if client.began_at_step is None:
-                assert engine.steps - client.came_at_step < bounds[tenant]
+            assert engine.steps - client.came_at_step < bounds[tenant], "it has not ended"
+    engine.run_until_idle(STEPS)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    warm=st.integers(1, 6),
+    size=st.integers(1, 6),
+    slots=st.integers(1, 8),
+    seats=st.integers(1, 16),
+    every=st.integers(1, 40),
+    ahead=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_a_cold_flood_evicts_nobody_elses_warm_adapters(
+    warm: int, size: int, slots: int, seats: int, every: int, ahead: bool, seed: int
+) -> None:
+    """Tenant 1 goes on with adapters that take no more than half of the room; tenant 2 asks for one after another."""
+    rng = random.Random(seed)
+    own, cold = [f"warm-{i}" for i in range(warm)], [f"cold-{i}" for i in range(200)]
+    limits = replace(LIMITS, max_num_seqs=seats, max_num_batched_tokens=64, max_loras=slots, max_waiting=10_000)
+    engine = Engine(
+        limits,
+        pages=2 * warm * size + 40 * seats,
+        needs=dict.fromkeys((*own, *cold), size),
+        max_cpu_loras=4 * warm + 8,
+        ahead=ahead,
+        quick=True,
+        max_adapter_pages=2 * warm * size,
+        max_prefetched=max(1, min(slots, warm)),
+    )
+    for i, adapter in enumerate(own):
+        engine.submit((1, i), [1, 2], 4, adapter, tenant=1)
+    engine.run_until_idle()
+    for i, adapter in enumerate(cold):
+        engine.submit((2, i), [1, 2], rng.randint(1, 6), adapter, tenant=2)
+    asked = warm
+    while not engine.scheduler.idle:
+        if engine.steps % every == 0 and any(key[0] == 2 for key in engine.live):
+            asked += 1
+            engine.submit((1, asked), [1, 2], rng.randint(1, 6), rng.choice(own), tenant=1)
+        engine.step(load_speed=rng.choice((0, 1, 3)))
+    assert [engine.residency.activities.of(adapter).evictions for adapter in own] == [0] * warm
