@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ EXAMPLES = 400
 PAGE_TOKENS = 4
 B_ANSWER = 4
 STREAM, PATIENT = 2, 1
+
+pytestmark = pytest.mark.timeout(300)  # ten seconds or so on a quiet machine
 
 
 @dataclass(frozen=True)
