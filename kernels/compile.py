@@ -32,6 +32,7 @@ from stencilpress.kernels.rope.triton_rope import rope_kernel
 from stencilpress.kernels.sgmv.cuda_sgmv import EXPAND_KERNELS, ROWS_KERNEL
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
+from stencilpress.kernels.sgmv.triton_gate import choose_gate_cut, gate_blocks_kernel, gate_constants, mark_rows_kernel
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_sgmv import (
     choose_cut,
@@ -105,6 +106,7 @@ def cases(capability: int) -> Iterator[Case]:
         constants = expand_constants(shape, tile, cut, f32_dot=False)
         options = {"num_warps": cut.warps}
         yield Case(f"expand-fp32-{blocks}", expand_blocks_kernel, lists.replace("bf16", "fp32"), constants, options)
+    yield from _gates(capability)
     types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
     for rows_of_x, bias in ((8, False), (16, True), (32, False)):
         few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)
@@ -151,11 +153,31 @@ def cases(capability: int) -> Iterator[Case]:
     yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
 
 
+def _gates(capability: int) -> Iterator[Case]:
+    types = "*bf16 *bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 *i32 i32 i32 i32 i32 i32"
+    shape = GroupShape(4096, (14336, 14336))
+    for tile, blocks, items in (
+        (Tile(16, 16), 8, 8),
+        (Tile(16, 16), 32, 32),
+        (Tile(64, 16), 8, 8),
+        (Tile(64, 16), 32, 64),
+        (Tile(64, 16), 256, 256),
+    ):
+        cut = choose_gate_cut(shape, tile, blocks, items, warp_groups=capability == 90)
+        constants = gate_constants(shape, tile, cut, f32_dot=False)
+        name = f"gate-{tile.rows}x{tile.ranks}-{blocks}-{items}"
+        yield Case(name, gate_blocks_kernel, types, constants, {"num_warps": cut.warps})
+    yield Case("mark-rows", mark_rows_kernel, "*i32 *i32 *i32", {"M": 64}, {"num_warps": 1})
+
+
 def compile_case(case: Case, capability: int) -> Compiled:
     """Compile to machine code. Pointers and sizes count as divisible by 16, as they are in the engine."""
-    constants = {**case.constants, "PDL": capability >= 90}
+    constants = dict(case.constants)
+    if "PDL" in case.kernel.arg_names:
+        constants["PDL"] = capability >= 90
     types = iter(case.types.split())
-    constants = {name: value for name, value in constants.items() if name in case.kernel.arg_names}
+    if unknown := constants.keys() - set(case.kernel.arg_names):
+        raise ValueError(f"{case.name} takes no {', '.join(sorted(unknown))}")
     signature = {name: "constexpr" if name in constants else next(types) for name in case.kernel.arg_names}
     apart = set(case.kernel.do_not_specialize or ())
     attrs = {

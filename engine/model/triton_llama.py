@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from stencilpress.kernels.attention.triton_prefill import prefill_attention
 from stencilpress.kernels.linear.triton_linear import LinearScratch, choose_cut, linear_few_rows
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm
 from stencilpress.kernels.rope.triton_rope import rope_and_write_kv
+from stencilpress.kernels.sgmv.triton_gate import gate_suits, rows_in_blocks, sgmv_silu_mul
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, resolve
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul
@@ -46,6 +48,9 @@ class Adapted:
     works: tuple[SgmvWork, ...]
     groups: int
 
+    def changes(self, group: int) -> bool:
+        return self.groups >> group & 1 == 1
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
@@ -63,6 +68,26 @@ class DeviceRows:
     splits: int
     pieces_N4: Tensor | None
     adapted: Adapted | None
+
+
+class _Gating(NamedTuple):
+    """Of a step whose adapters change the gate in blocks that suit: those, their rows, and the other adapters."""
+
+    blocks: SgmvWork
+    in_blocks_T: Tensor
+    others: Adapted
+
+
+def _gating(rows: DeviceRows) -> _Gating | None:
+    if rows.adapted is None or not rows.adapted.changes(GATE_UP):
+        return None
+    works = rows.adapted.works
+    many = [work for work in works if gate_suits(work.tile)]
+    if not many:
+        return None
+    (blocks,) = many
+    others = tuple(work for work in works if work is not blocks)
+    return _Gating(blocks, rows_in_blocks(blocks, len(rows.tokens_T)), Adapted(others, rows.adapted.groups))
 
 
 class TritonDecoder:
@@ -96,6 +121,7 @@ class TritonDecoder:
         the last layer's output."""
         for work in rows.adapted.works if rows.adapted is not None else ():
             resolve(work, self.pool)
+        gating = _gating(rows)
         residual_TX = embedding(rows.tokens_T, self._weights.embedding)
         mixed_TX = self._mixed(rows, residual_TX)
         x_TX: Tensor | None = None
@@ -104,7 +130,7 @@ class TritonDecoder:
             self._attention(normed_TX, layer, index, rows, mixed_TX)
             x_TX = self._adapted(layer.o, mixed_TX, rows.adapted, index, OUT)
             normed_TX = self._norm(x_TX, layer.mlp_norm, residual_TX)
-            inner = silu_mul(self._adapted(layer.gate_up, normed_TX, rows.adapted, index, GATE_UP))
+            inner = self._gated(layer.gate_up, normed_TX, rows.adapted, index, gating)
             x_TX = self._adapted(layer.down, inner, rows.adapted, index, DOWN)
         assert x_TX is not None, "a model has layers"  # noqa: S101
         return x_TX, residual_TX
@@ -144,9 +170,19 @@ class TritonDecoder:
         if rows.pieces_N4 is not None:
             prefill_attention(q_THD, self.pool, pages, rows.pieces_N4, out_THD, index, kv, scale, q_done=beside)
 
+    def _gated(
+        self, linear: Linear, x_TX: Tensor, adapted: Adapted | None, layer: int, gating: _Gating | None
+    ) -> Tensor:
+        """The gate of gate and up projections with the adapters' share."""
+        if gating is None:
+            return silu_mul(self._adapted(linear, x_TX, adapted, layer, GATE_UP))
+        y_TO = self._adapted(linear, x_TX, gating.others, layer, GATE_UP)
+        entry, shape = layer * len(self._shapes) + GATE_UP, self._shapes[GATE_UP]
+        return sgmv_silu_mul(y_TO, x_TX, self.pool, gating.blocks, entry, shape, gating.in_blocks_T)
+
     def _adapted(self, linear: Linear, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> Tensor:
         """The base's product and the adapters' share of one (layer, group)."""
-        changed = adapted is not None and adapted.groups >> group & 1 == 1
+        changed = adapted is not None and adapted.changes(group)
         y_TO, x_done = self._product(linear, x_TD, for_next=changed)
         if adapted is not None and changed:
             entry = layer * len(self._shapes) + group

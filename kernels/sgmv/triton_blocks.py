@@ -23,12 +23,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from stencilpress.kernels.sgmv.triton_tiles import (
+    dot_exactly,
     load_A_RK,
     load_B_RO,
     place_tile,
     prefetch_A,
     prefetch_B,
     prefetch_rows,
+    sum_parts,
 )
 
 
@@ -158,15 +160,15 @@ def expand_blocks_kernel(
     if PDL:
         gdc_wait()
     if live:
-        h_MR = _h(partial_ptr, (block * P + p) * K, address_R, scale, rows_ok, M, R, K)
+        h_MR = sum_parts(partial_ptr, (block * P + p) * K, address_R, scale, rows_ok, M, R, K)
         for j in tl.static_range(J):
-            acc_MO = _dot(h_MR, B_RO, tl.zeros((M, BLOCK), dtype=tl.float32), F32_DOT)
+            acc_MO = dot_exactly(h_MR, B_RO, tl.zeros((M, BLOCK), dtype=tl.float32), F32_DOT)
             for nth in tl.range(0, items - 1, num_stages=1):
                 item = extra + nth
                 later_R = tl.multiple_of(tl.load(addresses_ptr + item * R + r), ALIGN)
                 B_RO = load_B_RO(pool_ptr, later_R, mask, True, p, start, width, D, N0, N1, BLOCK, ALIGN)
-                later_MR = _h(partial_ptr, (item * P + p) * K, later_R, scale, rows_ok, M, R, K)
-                acc_MO = _dot(later_MR, B_RO, acc_MO, F32_DOT)
+                later_MR = sum_parts(partial_ptr, (item * P + p) * K, later_R, scale, rows_ok, M, R, K)
+                acc_MO = dot_exactly(later_MR, B_RO, acc_MO, F32_DOT)
             done_MO, done_ptr, done = (y_MO.to(tl.float32) + acc_MO).to(y_ptr.dtype.element_ty), y_MO_ptr, inside
             if j + 1 < J:
                 start += BLOCK
@@ -176,27 +178,3 @@ def expand_blocks_kernel(
                 B_RO = load_B_RO(pool_ptr, address_R, mask, True, p, start, width, D, N0, N1, BLOCK, ALIGN)
                 y_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(done_ptr, done_MO, mask=done)
-
-
-@triton.jit
-def _h(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
-    """The parts of one item and projection, added up and scaled; zero where there is no slice."""
-    r, m = tl.arange(0, R), tl.arange(0, M)
-    h_MR = tl.zeros((M, R), dtype=tl.float32)
-    there = rows_ok & (address_R >= 0)[None, :]
-    for k in tl.static_range(K):
-        plane_ptr = partial_ptr + (plane + k).to(tl.int64) * (M * R) + m[:, None] * R + r[None, :]
-        h_MR += tl.load(plane_ptr, mask=there, other=0.0, cache_modifier=".cg")
-    return scale * h_MR
-
-
-@triton.jit
-def _dot(h_MR, B_RO, acc_MO, F32_DOT: tl.constexpr):
-    """h enters as the sum of two numbers of the weights' type, so that rounding it costs nothing beside rounding y. In
-    fp32 the first is h itself."""
-    if F32_DOT or B_RO.dtype == tl.float32:
-        return tl.dot(h_MR, B_RO.to(tl.float32), acc_MO, input_precision="ieee")
-    high_MR = h_MR.to(B_RO.dtype)
-    low_MR = (h_MR - high_MR.to(tl.float32)).to(B_RO.dtype)
-    acc_MO = tl.dot(high_MR, B_RO, acc_MO, input_precision="ieee")
-    return tl.dot(low_MR, B_RO, acc_MO, input_precision="ieee")

@@ -80,7 +80,7 @@ Constants = Mapping[str, Any]
 @cache
 def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
     """Compile-time constants of the rows kernel."""
-    common = {**_common(shape, tile, cut), **_outputs(shape, cut)}
+    common = {**common_constants(shape, tile, cut), **_outputs(shape, cut)}
     return {**common, "PART": cut.part, "KP": power_of_two(common["K"])}
 
 
@@ -88,7 +88,7 @@ def rows_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
 def shrink_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = INTERPRETED) -> Constants:
     """Compile-time constants of the shrink of blocks."""
     rows = {"M": tile.rows, "MS": cut.rows, "PART": cut.part, "BLOCK": cut.load, "F32_DOT": f32_dot}
-    return {**_common(shape, tile, cut), **rows, "PREFETCH": cut.prefetch_in_shrink and _align(shape) == 8}
+    return {**common_constants(shape, tile, cut), **rows, "PREFETCH": cut.prefetch_in_shrink and _align(shape) == 8}
 
 
 @cache
@@ -96,10 +96,11 @@ def expand_constants(shape: GroupShape, tile: Tile, cut: Cut, f32_dot: bool = IN
     """Compile-time constants of the expand of blocks."""
     outputs = {**_outputs(shape, cut, cut.tiles), "J": cut.tiles}
     rows = {"M": tile.rows, "F32_DOT": f32_dot, "PREFETCH": cut.prefetch_in_expand and _align(shape) == 8}
-    return {**_common(shape, tile, cut), **outputs, **rows}
+    return {**common_constants(shape, tile, cut), **outputs, **rows}
 
 
-def _common(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
+def common_constants(shape: GroupShape, tile: Tile, cut: Cut) -> Constants:
+    """What all kernels of the product have."""
     parts = divide_up(shape.in_features, cut.part)
     return {"D": shape.in_features, "P": len(shape.out_features), "K": parts, "R": tile.ranks, "ALIGN": _align(shape)}
 
@@ -134,7 +135,7 @@ def sgmv(
     let its successor start only when x was complete, so that x may be read while that one still runs. Raises
     ValueError where shapes, dtypes or strides do not fit.
     """
-    _check(y_TO, x_TD, pool, shape)
+    check(y_TO, x_TD, pool, shape)
     in_cuda = cut is None
     if cut is None:
         if not x_done and cuda_sgmv.rows_serve(y_TO, x_TD, work, shape):
@@ -216,7 +217,8 @@ def expand(
     expand_blocks_kernel[grid](y_TO, pool, *lists, partial, *numbers, **constants, **options)
 
 
-def _check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:
+def check(y_TO: torch.Tensor, x_TD: torch.Tensor, pool: torch.Tensor, shape: GroupShape) -> None:
+    """Raise ValueError where shapes, dtypes or strides do not fit."""
     if x_TD.shape[1] != shape.in_features or y_TO.shape != (x_TD.shape[0], sum(shape.out_features)):
         raise ValueError(f"x {tuple(x_TD.shape)} and y {tuple(y_TO.shape)} do not fit {shape}")
     if not 1 <= len(shape.out_features) <= MAX_PROJECTIONS:

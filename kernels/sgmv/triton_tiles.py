@@ -1,6 +1,7 @@
-"""Loading tiles of A and B out of rank slices: what the kernels of the segmented product share.
+"""Loading tiles of A and B out of rank slices, and what expands add up: shared by the segmented product's kernels.
 
-Legend: D in_features, O out_features of a projection, R rank slices of a tile, K inputs of a tile. ``mask`` has a bit
+Legend: D in_features, O out_features of a projection, R rank slices of a tile, K inputs of a tile (of
+:func:`sum_parts`: parts of the inputs), M rows of a block. ``mask`` has a bit
 for each projection of the group that the adapter adapts; ``address_R`` is -1 where there is no slice. The slices'
 layout is in the package.
 """
@@ -110,3 +111,27 @@ def prefetch_rows(base_ptr, offset_M, there_M, start, run, end):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def sum_parts(partial_ptr, plane, address_R, scale, rows_ok, M: tl.constexpr, R: tl.constexpr, K: tl.constexpr):
+    """The parts of one item and projection, added up and scaled; zero where there is no slice."""
+    r, m = tl.arange(0, R), tl.arange(0, M)
+    h_MR = tl.zeros((M, R), dtype=tl.float32)
+    there = rows_ok & (address_R >= 0)[None, :]
+    for k in tl.static_range(K):
+        plane_ptr = partial_ptr + (plane + k).to(tl.int64) * (M * R) + m[:, None] * R + r[None, :]
+        h_MR += tl.load(plane_ptr, mask=there, other=0.0, cache_modifier=".cg")
+    return scale * h_MR
+
+
+@triton.jit
+def dot_exactly(h_MR, B_RO, acc_MO, F32_DOT: tl.constexpr):
+    """h enters as the sum of two numbers of the weights' type, so that rounding it costs nothing beside rounding y. In
+    fp32 the first is h itself."""
+    if F32_DOT or B_RO.dtype == tl.float32:
+        return tl.dot(h_MR, B_RO.to(tl.float32), acc_MO, input_precision="ieee")
+    high_MR = h_MR.to(B_RO.dtype)
+    low_MR = (h_MR - high_MR.to(tl.float32)).to(B_RO.dtype)
+    acc_MO = tl.dot(high_MR, B_RO, acc_MO, input_precision="ieee")
+    return tl.dot(low_MR, B_RO, acc_MO, input_precision="ieee")

@@ -9,8 +9,10 @@ pytest.importorskip("triton")
 
 from stencilpress.kernels.sgmv.reference import sgmv_reference
 from stencilpress.kernels.sgmv.table import GroupShape
+from stencilpress.kernels.sgmv.triton_gate import rows_in_blocks, sgmv_silu_mul
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
 from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, apart, choose_tile, plan_work, resolve
+from stencilpress.kernels.silu.triton_silu_mul import silu_mul
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
 
 GROUPS = [Shape(96, (72, 40, 40)), Shape(72, (96,))]
@@ -143,6 +145,50 @@ def test_empty_plan_touches_nothing() -> None:
     assert torch.equal(got.double(), want)
 
 
+def _gated(builder: PoolBuilder, rows: Rows, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate in one with the expand, and after it."""
+    inputs, inner = builder.groups[0].inputs, builder.groups[0].outputs[0]
+    shape, total = GroupShape(inputs, (inner, inner)), max(start + count for start, count, _ in rows)
+    x = torch.randn(total, inputs, generator=builder.random).to(builder.dtype)
+    y = torch.randn(total, 2 * inner, generator=builder.random).to(builder.dtype)
+    plan = plan_work([AdapterRows(s, n, a.table, a.rank) for s, n, a in rows if a], tile)
+    work = SgmvWork.allocate(tile, len(plan.blocks_B4) + 3, len(plan.items_W4) + 5, 1, torch.device("cpu"))
+    work.load(plan)
+    resolve(work, builder.pool)
+    apart = y.clone()
+    sgmv(apart, x, builder.pool, work, 0, shape)
+    got = sgmv_silu_mul(y, x, builder.pool, work, 0, shape, rows_in_blocks(work, total))
+    return got, silu_mul(apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tile", "ranks"), [(Tile(16, 16), (5, 16)), (Tile(64, 16), (40, 9))])
+def test_gate_in_one_with_the_expand(tile: Tile, ranks: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows of an adapter of both projections, of one of either, of none: equal to the last bit."""
+    builder = PoolBuilder([Shape(96, (328, 328))], 1, 1 << 19, dtype, seed=5)
+    both, gate, up = (builder.add([rank], [mask]) for rank, mask in zip((*ranks, 16), (3, 1, 2), strict=True))
+    rows: Rows = [(0, 2, None), (2, 37, both), (39, 9, gate), (48, 3, None), (51, 70, up), (121, 1, None)]
+    got, want = _gated(builder, rows, tile)
+    assert torch.equal(got, want)
+
+
+def test_gate_of_an_adapter_that_leaves_the_projections_alone() -> None:
+    """Its scales there are anything."""
+    builder = PoolBuilder([Shape(96, (72, 72))], 1, 1 << 18, torch.float32, seed=5)
+    bare, other = builder.add([4], [0]), builder.add([4], [3])
+    words = builder.pool.view(torch.int64)
+    words[bare.table + 2] = -1  # NaN twice
+    got, want = _gated(builder, [(0, 20, bare), (20, 20, other)], Tile(16, 16))
+    assert torch.equal(got, want)
+    assert torch.isfinite(got).all()
+
+
+def test_gate_without_a_row_in_blocks() -> None:
+    builder = PoolBuilder([Shape(96, (72, 72))], 1, 1 << 18, torch.float32, seed=5)
+    got, want = _gated(builder, [(0, 21, None)], Tile(16, 16))
+    assert torch.equal(got, want)
+
+
 def test_plan_covers_each_row_and_rank_once() -> None:
     segments = [AdapterRows(2, 33, 100, 40), AdapterRows(35, 1, 200, 7), AdapterRows(40, 16, 300, 16)]
     plan = plan_work(segments, Tile(16, 16))
@@ -203,3 +249,5 @@ def test_shapes_are_checked() -> None:
         sgmv(torch.zeros(2, 9), x, pool, work, 0, GroupShape(8, (8,)))
     with pytest.raises(ValueError, match="dtype"):
         sgmv(torch.zeros(2, 8), x.half(), pool, work, 0, GroupShape(8, (8,)))
+    with pytest.raises(ValueError, match="blocks of rows"):
+        sgmv_silu_mul(torch.zeros(2, 16), x, pool, work, 0, GroupShape(8, (8, 8)), torch.zeros(2, dtype=torch.int32))
