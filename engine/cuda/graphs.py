@@ -10,7 +10,7 @@ occur is compiled by then. The rest is launched kernel by kernel, and captured o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,7 +32,17 @@ from stencilpress.engine.model.triton_llama import (
 )
 from stencilpress.kernels.attention.triton_decode import choose_splits
 from stencilpress.kernels.compile_ahead import compiling_only
-from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, WorkPlan, choose_tile, list_words, plan_work
+from stencilpress.kernels.sgmv.triton_work import (
+    CROWD,
+    FEW_ROWS,
+    WIDE_ROWS_IN_CROWD,
+    SgmvWork,
+    Tile,
+    WorkPlan,
+    choose_tile,
+    list_words,
+    plan_work,
+)
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 REACHES = (512, 4096)
@@ -44,15 +54,16 @@ FEW_BLOCKS = 8
 CAPTURED_AT = 3
 """A variant without a graph gets one when it occurs for this time: a capture costs as much as three eager steps."""
 TILE_ROWS = (1, 16, 64)
-SHARED_ROWS = 8
-"""Fewest rows an adapter has, on average, in a step whose blocks take several."""
+SHARED_ROWS = (FEW_ROWS, WIDE_ROWS_IN_CROWD)
+"""Fewest rows an adapter has, on average, in steps whose blocks take several: what graphs have room for."""
 
 
 class Adapting(NamedTuple):
-    """The part of a graph that serves adapters: rows of a block, whether blocks are few, items a block, groups."""
+    """The part of a graph that serves adapters: rows of a block, of an adapter on average (0: few blocks), items a
+    block, groups."""
 
     tile_rows: int
-    few: bool
+    shared: int
     factor: int
     groups: int
 
@@ -61,10 +72,10 @@ class Adapting(NamedTuple):
         return Tile(self.tile_rows, RANKS)
 
     def blocks(self, rows: int) -> int:
-        """Blocks that suffice for so many rows: adapters have 8 or more each where a block takes several."""
-        if self.few:
+        """Blocks that suffice for so many rows."""
+        if not self.shared:
             return FEW_BLOCKS
-        return max(FEW_BLOCKS, rows if self.tile_rows == 1 else rows // SHARED_ROWS + rows // self.tile_rows + 1)
+        return max(FEW_BLOCKS, rows if self.tile_rows == 1 else rows // self.shared + rows // self.tile_rows + 1)
 
     def items(self, rows: int) -> int:
         return self.factor * self.blocks(rows)
@@ -114,7 +125,7 @@ class DecodeGraphs:
         self.logits_BV = torch.zeros(largest, decoder.spec.vocab_size, dtype=decoder.pool.dtype, device=device)
         self._tables_BP = torch.zeros(largest, max_pages, dtype=torch.int32, device=device)
         self._factors = item_factors(max_rank, RANKS)
-        scratch = Adapting(1, False, self._factors[-1], ALL_GROUPS)
+        scratch = Adapting(1, 1, self._factors[-1], ALL_GROUPS)
         self._scratch = SgmvWork.allocate(
             scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
         )
@@ -164,15 +175,15 @@ class DecodeGraphs:
             yield self._variant(size, reach, None)
             factors = self._factors if reach <= REACHES[0] else self._factors[:1]
             for factor, groups in product(factors, (ATTENTION_GROUPS, ALL_GROUPS)):
-                yield self._variant(size, reach, Adapting(1, False, factor, groups))
+                yield self._variant(size, reach, Adapting(1, 1, factor, groups))
 
     def _possible(self, size: int) -> Iterator[Variant]:
         """Variants whose kernels are those of all that :meth:`run` may meet."""
         for reach in self._reaches(size):
             yield self._variant(size, reach, None)
-        for rows, few, factor in product(TILE_ROWS, (False, True), self._factors):
-            if (rows == 1 and not few) or (rows > 1 and size >= SHARED_ROWS):
-                yield self._variant(size, 1, Adapting(rows, few, factor, ALL_GROUPS))
+        for rows, factor in product(TILE_ROWS, self._factors):
+            for shared in _shared(rows, size):
+                yield self._variant(size, 1, Adapting(rows, shared, factor, ALL_GROUPS))
 
     def run(self, rows: StepRows) -> None:
         """Compute a step of decodes alone, in order on the current stream."""
@@ -199,10 +210,7 @@ class DecodeGraphs:
         return Variant(size, splits, adapting)
 
     def _adapting(self, plan: WorkPlan, size: int, groups: int) -> Adapting:
-        groups = covering_groups(groups)
-        few = plan.tile.rows > 1 and len(plan.blocks_B4) <= FEW_BLOCKS
-        fits = (Adapting(plan.tile.rows, few, factor, groups) for factor in self._factors)
-        return next(kind for kind in fits if kind.items(size) >= len(plan.items_W4))
+        return least_room(plan, size, self._factors)._replace(groups=covering_groups(groups))
 
     # One graph's inputs: tokens, positions, slots, lengths, seats, work list; after them the step's page tables
 
@@ -260,6 +268,22 @@ class DecodeGraphs:
         logits_BV = self.logits_BV[:size]
         logits_BV.copy_(decoder.logits(*decoder.forward(rows)))
         self._feedback.draw_best(logits_BV, views.seats_B, self.tokens_B[:size])
+
+
+def least_room(plan: WorkPlan, size: int, factors: Sequence[int]) -> Adapting:
+    """Of the parts that graphs of a size have for adapters, the smallest that has room for a plan."""
+    rows, blocks, items = plan.tile.rows, len(plan.blocks_B4), len(plan.items_W4)
+    kinds = (Adapting(rows, shared, factor, 0) for shared in _shared(rows, size) for factor in factors)
+    return next(kind for kind in kinds if kind.blocks(size) >= blocks and kind.items(size) >= items)
+
+
+def _shared(tile_rows: int, size: int) -> tuple[int, ...]:
+    """``Adapting.shared`` of a size's graphs, least room first."""
+    if tile_rows == 1:
+        return (1,)
+    if size < FEW_ROWS:
+        return ()
+    return (0, *SHARED_ROWS) if size >= CROWD else (0, FEW_ROWS)
 
 
 def item_factors(max_rank: int, ranks: int) -> list[int]:

@@ -82,10 +82,9 @@ def _gating(rows: DeviceRows) -> _Gating | None:
     if rows.adapted is None or not rows.adapted.changes(GATE_UP):
         return None
     works = rows.adapted.works
-    many = [work for work in works if gate_suits(work.tile)]
-    if not many:
+    blocks = next((work for work in works if gate_suits(work.tile)), None)
+    if blocks is None:
         return None
-    (blocks,) = many
     others = tuple(work for work in works if work is not blocks)
     return _Gating(blocks, rows_in_blocks(blocks, len(rows.tokens_T)), Adapted(others, rows.adapted.groups))
 

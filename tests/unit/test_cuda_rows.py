@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from stencilpress.engine.cuda.feedback import Feedback
+from stencilpress.engine.cuda.graphs import LADDER, RANKS, Adapting, item_factors, least_room
 from stencilpress.engine.cuda.inputs import Inputs, most_words
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.messages import Sampling
 from stencilpress.engine.plan import PENDING, Chunk, Draw, Segment, StepPlan
 from stencilpress.kernels.sgmv.table import GroupShape
-from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, list_words, plan_work
+from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, list_words, plan_work
 from stencilpress.kernels.sgmv.views import AdapterView, table_view
 
 NO_TABLE = np.empty(0, dtype=np.int64)
@@ -133,3 +138,21 @@ def test_a_table_says_rank_and_groups() -> None:
     table[4 * 3] = 3 | 1 << 32
     view = table_view(table, 77, 2, [GroupShape(8, (8,)), GroupShape(8, (8,))])
     assert (view.table_offset, view.rank, view.groups) == (77, 6, 0b10)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 256)), min_size=1, max_size=300), st.sampled_from(LADDER))
+def test_graphs_have_room_for_any_adapters(adapters: list[tuple[int, int]], size: int) -> None:
+    """Of any decode step of up to a graph's rows: also a crowd of adapters with few rows each."""
+    starts = accumulate((rows for rows, _ in adapters), initial=0)
+    segments = [
+        AdapterRows(start, rows, 0, rank)
+        for start, (rows, rank) in zip(starts, adapters, strict=False)
+        if start + rows <= size
+    ]
+    assume(segments)
+    plan = plan_work(segments, choose_tile(segments)._replace(ranks=RANKS))
+    kind = least_room(plan, size, item_factors(256, RANKS))
+    assert kind.blocks(size) >= len(plan.blocks_B4)
+    assert kind.items(size) >= len(plan.items_W4)
+    whole = Adapting(1, 1, item_factors(256, RANKS)[-1], 0)  # whose scratch all share
+    assert kind.items(size) <= whole.items(size)

@@ -221,6 +221,15 @@ def test_tile_follows_rows_and_ranks() -> None:
     assert choose_tile([]).rows == 1
 
 
+def test_tile_of_a_crowd_of_adapters_with_few_rows_each() -> None:
+    def rows_of_tile(adapters: int, rows: int, rank: int) -> int:
+        return choose_tile([AdapterRows(i * rows, rows, 0, rank) for i in range(adapters)]).rows
+
+    assert [rows_of_tile(256 // rows, rows, 16) for rows in (1, 2, 4)] == [1, 1, 16]
+    assert [rows_of_tile(256 // rows, rows, 30) for rows in (1, 2, 4)] == [1, 16, 16]
+    assert rows_of_tile(16, 4, 30) == 1
+
+
 def test_adapters_of_few_rows_are_listed_apart() -> None:
     segments = [
         AdapterRows(0, 1, 0, 16),
