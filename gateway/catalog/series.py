@@ -12,7 +12,7 @@ from sqlalchemy import Row, Select, select
 
 from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, instant, keyed
+from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, add_up, instant, keyed
 from stencilpress.gateway.errors import InvalidRequestError
 
 K = TypeVar("K")
@@ -172,19 +172,16 @@ def _within(query: Select[Any], table: Any, period: Period, axis: Axis) -> Selec
 
 
 def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
-    steps = [UsageSum() for _ in range(axis.count)]
-    for row in rows:
-        steps[axis.index(row.starts_at)].add_stored(row)
-    return steps
+    return add_up(rows, [axis.index(row.starts_at) for row in rows], axis.count)
 
 
 def _by_key(
     rows: Sequence[Row[Any]], keys: Sequence[K], axis: Axis, key_of: Callable[[Any], K]
 ) -> dict[K, list[UsageSum]]:
-    found: dict[K, list[Row[Any]]] = {key: [] for key in keys}
-    for row in rows:
-        found[key_of(row)].append(row)
-    return {key: _in_steps(mine, axis) for key, mine in found.items()}
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    places = [numbers[key_of(row)] * axis.count + axis.index(row.starts_at) for row in rows]
+    steps = add_up(rows, places, len(numbers) * axis.count)
+    return {key: steps[number * axis.count : (number + 1) * axis.count] for key, number in numbers.items()}
 
 
 def span(start: datetime | None, end: datetime | None, default: timedelta) -> tuple[datetime, datetime]:

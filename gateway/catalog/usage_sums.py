@@ -30,7 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.usage.histogram import Counts, add, bucket_of, pack, unpack
+from stencilpress.gateway.usage.histogram import Counts, add, bucket_of, merged, pack, unpack
 
 Period = Literal["minute", "hour", "day"]
 SECONDS: dict[Period, int] = {"minute": 60, "hour": 3600, "day": 86_400}
@@ -84,25 +84,6 @@ class UsageSum:
         for code, count in other.errors.items():
             self.errors[code] = self.errors.get(code, 0) + count
 
-    def add_stored(self, row: RollupRow | Row[Any]) -> None:
-        """Add what a roll-up's row holds. Thousands of rows are added for one page, so no sum is made of each."""
-        self.requests += row.requests
-        self.failures += row.failures
-        self.cold_starts += row.cold_starts
-        self.prompt_tokens += row.prompt_tokens
-        self.cached_tokens += row.cached_tokens
-        self.completion_tokens += row.completion_tokens
-        self.undelivered_tokens += row.undelivered_tokens
-        self.duration_ms += row.duration_ms
-        add(self.ttft, unpack(row.ttft))
-        add(self.inter_token, unpack(row.inter_token))
-        add(self.queue, unpack(row.queue))
-        if row.cold_start is not None:
-            add(self.cold_start, unpack(row.cold_start))
-        if row.errors is not None:
-            for code, count in _decode_errors(row.errors).items():
-                self.errors[code] = self.errors.get(code, 0) + count
-
     def take(self, row: Row[Any]) -> None:
         """Add one row of ``usage_requests``."""
         failed = row.status in ("failed", "lost")
@@ -130,9 +111,32 @@ class UsageSum:
 
 def stored_sum(row: RollupRow | Row[Any]) -> UsageSum:
     """The sum that a roll-up's row holds."""
-    total = UsageSum()
-    total.add_stored(row)
-    return total
+    sums: dict[str, Any] = {name: getattr(row, name) for name in _SUMS}
+    sums |= {name: unpack(getattr(row, name) or _EMPTY) for name in _HISTOGRAMS}
+    return UsageSum(**sums, errors=_decode_errors(row.errors or _EMPTY))
+
+
+def add_up(rows: Sequence[RollupRow | Row[Any]], groups: Sequence[int], count: int) -> list[UsageSum]:
+    """What roll-ups' rows sum up to, each added to the sum of its group, a number below ``count``."""
+    sums = [UsageSum() for _ in range(count)]
+    for row, group in zip(rows, groups, strict=True):
+        one = sums[group]
+        one.requests += row.requests
+        one.failures += row.failures
+        one.cold_starts += row.cold_starts
+        one.prompt_tokens += row.prompt_tokens
+        one.cached_tokens += row.cached_tokens
+        one.completion_tokens += row.completion_tokens
+        one.undelivered_tokens += row.undelivered_tokens
+        one.duration_ms += row.duration_ms
+        if row.errors is not None:
+            for code, failures in _decode_errors(row.errors).items():
+                one.errors[code] = one.errors.get(code, 0) + failures
+    for name in _HISTOGRAMS:
+        counts = merged([getattr(row, name) or _EMPTY for row in rows], groups, count)
+        for one, of in zip(sums, counts, strict=True):
+            setattr(one, name, of)
+    return sums
 
 
 def keyed(db: Database, query: Select[Any], columns: Sequence[Any], keys: Sequence[Key]) -> Select[Any]:
@@ -228,3 +232,6 @@ def split(period: Period, start: datetime, end: datetime) -> list[tuple[str, dat
 def parts(items: Sequence[Any], size: int = KEYS_A_STATEMENT) -> list[Sequence[Any]]:
     """So that a statement has a bounded number of parameters."""
     return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+_EMPTY = pack({})

@@ -26,7 +26,7 @@ from stencilpress.gateway.catalog.usage import insert_usage, tokens_used
 from stencilpress.gateway.catalog.usage_roll_up import purge_usage, retention, roll_up
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.usage import journal
-from stencilpress.gateway.usage.histogram import add, bucket_of, pack, quantiles, unpack, value_of
+from stencilpress.gateway.usage.histogram import add, bucket_of, merged, pack, quantiles, unpack, value_of
 from stencilpress.gateway.usage.journal import SLOTS, Admission, Journal, Segment, SpoolFullError, orphans
 from stencilpress.gateway.usage.record import Status, UsageRow, new_key
 from stencilpress.gateway.usage.recorder import Admitted, Recorder
@@ -252,6 +252,20 @@ async def test_old_rows_and_minutes_go_and_hours_stay(db: Database) -> None:
     assert len(await rows_in(db)) == 2
     sums = await usage_between(db, "hour", old - timedelta(hours=1), NOON + timedelta(hours=1))
     assert sums[7, "pirate"].requests == 3
+
+
+_Histograms = st.dictionaries(st.integers(-60, 200), st.integers(1, 2**40), max_size=40) | st.dictionaries(
+    st.integers(-32, 127), st.integers(1, 127), max_size=40
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), _Histograms), max_size=30))
+def test_many_histograms_add_up_as_one_after_the_other(given_: list[tuple[int, dict[int, int]]]) -> None:
+    """Those whose every number is one byte, which are added as arrays, and others."""
+    wanted: list[dict[int, int]] = [{} for _ in range(5)]
+    for group, counts in given_:
+        add(wanted[group], counts)
+    assert merged([pack(counts) for _, counts in given_], [group for group, _ in given_], 5) == wanted
 
 
 async def test_what_was_rolled_up_before_there_were_series_is_in_them(database_url: str) -> None:
