@@ -75,6 +75,14 @@ class Axis:
         return (int(moment.timestamp()) - self.start_s) // self.step_s
 
 
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a list has of each of its lines: requests in each step of an axis, and all of the span together."""
+
+    requests: list[int]
+    total: UsageSum
+
+
 def choose_axis(
     start: datetime,
     end: datetime,
@@ -115,10 +123,10 @@ async def usage_series(db: Database, subject: Subject, axis: Axis) -> list[Usage
     return await asyncio.to_thread(_in_steps, rows, axis)  # tens of milliseconds: streams must not wait for it
 
 
-async def series_of_names(
+async def activity_of_names(
     db: Database, names: Sequence[tuple[int, str]], axis: Axis
-) -> dict[tuple[int, str], list[UsageSum]]:
-    """The series of adapters of several tenants, by tenant and name."""
+) -> dict[tuple[int, str], Activity]:
+    """The activity of adapters of several tenants, by tenant and name."""
     table = UsageRollupRow
     query = _within(select(table.__table__), table, axis.period, axis)
     query = keyed(db, query, (table.tenant_id, table.adapter), names)
@@ -127,10 +135,10 @@ async def series_of_names(
     return await asyncio.to_thread(_by_key, rows, names, axis, lambda row: (row.tenant_id, row.adapter))
 
 
-async def series_of_versions(
+async def activity_of_versions(
     db: Database, tenant_id: int, adapter: str, numbers: Sequence[int], axis: Axis
-) -> dict[int, list[UsageSum]]:
-    """The series of some versions of an adapter."""
+) -> dict[int, Activity]:
+    """The activity of some versions of an adapter."""
     table = UsageVersionRollupRow
     period: Period = "hour" if axis.period == "day" else axis.period
     query = _on_axis(select(table.__table__), table, tenant_id, period, axis)
@@ -175,13 +183,14 @@ def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
     return add_up(rows, [axis.index(row.starts_at) for row in rows], axis.count)
 
 
-def _by_key(
-    rows: Sequence[Row[Any]], keys: Sequence[K], axis: Axis, key_of: Callable[[Any], K]
-) -> dict[K, list[UsageSum]]:
+def _by_key(rows: Sequence[Row[Any]], keys: Sequence[K], axis: Axis, key_of: Callable[[Any], K]) -> dict[K, Activity]:
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    places = [numbers[key_of(row)] * axis.count + axis.index(row.starts_at) for row in rows]
-    steps = add_up(rows, places, len(numbers) * axis.count)
-    return {key: steps[number * axis.count : (number + 1) * axis.count] for key, number in numbers.items()}
+    groups = [numbers[key_of(row)] for row in rows]
+    requests = [[0] * axis.count for _ in numbers]
+    for row, group in zip(rows, groups, strict=True):
+        requests[group][axis.index(row.starts_at)] += row.requests
+    totals = add_up(rows, groups, len(numbers))
+    return {key: Activity(requests[number], totals[number]) for key, number in numbers.items()}
 
 
 def span(start: datetime | None, end: datetime | None, default: timedelta) -> tuple[datetime, datetime]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+
+import pytest
 
 from stencilpress.gateway.access import Actor, Role
 from stencilpress.gateway.catalog.adapter_lists import list_all_adapters, list_named, list_served
@@ -21,9 +24,9 @@ from stencilpress.gateway.catalog.lifecycle import (
 from stencilpress.gateway.catalog.records import AliasTarget, Canary, NewVersion
 from stencilpress.gateway.catalog.series import (
     Subject,
+    activity_of_names,
+    activity_of_versions,
     choose_axis,
-    series_of_names,
-    series_of_versions,
     total,
     usage_series,
 )
@@ -135,7 +138,7 @@ async def test_who_added_a_version_and_how_its_last_run_went(db: Database) -> No
     assert {number: run.passed for number, run in runs.items()} == {2: False}
 
 
-async def test_series_of_several_are_those_of_each(db: Database) -> None:
+async def test_the_activity_of_several_is_that_of_each(db: Database) -> None:
     await two_tenants(db)
     await create_tenant(db, "core")
     rows = random_rows(random.Random(7), NOON - timedelta(hours=20), 20 * 3600, 200)
@@ -144,13 +147,17 @@ async def test_series_of_several_are_those_of_each(db: Database) -> None:
         pass
     axis = choose_axis(NOON - timedelta(hours=24), NOON, points=25)
     names = [(1, "pirate"), (2, "pirate"), (2, "poet"), (3, "nothing")]
-    series = await series_of_names(db, names, axis)
-    assert list(series) == names
+    found = await activity_of_names(db, names, axis)
+    assert list(found) == names
     for tenant_id, name in names:
-        assert series[tenant_id, name] == await usage_series(db, Subject(tenant_id, name), axis)
-    assert await series_of_names(db, [], axis) == {}
-    versions = await series_of_versions(db, 2, "pirate", [1, 2, 9], axis)
+        steps = await usage_series(db, Subject(tenant_id, name), axis)
+        assert found[tenant_id, name].requests == [one.requests for one in steps]
+        one, whole = found[tenant_id, name].total, total(steps)
+        assert one.duration_ms == pytest.approx(whole.duration_ms)
+        assert replace(one, duration_ms=whole.duration_ms) == whole
+    assert await activity_of_names(db, [], axis) == {}
+    versions = await activity_of_versions(db, 2, "pirate", [1, 2, 9], axis)
     expected = [
         sum((row.tenant_id, row.adapter, row.version) == (2, "pirate", number) for row in rows) for number in (1, 2, 9)
     ]
-    assert [total(versions[number]).requests for number in (1, 2, 9)] == expected
+    assert [versions[number].total.requests for number in (1, 2, 9)] == expected

@@ -12,8 +12,7 @@ from aiohttp import web
 
 from stencilpress.gateway.api.admin.series import get_tenant_series
 from stencilpress.gateway.api.admin.series_views import SeriesView, UsageTotals
-from stencilpress.gateway.catalog.series import choose_axis, series_of_versions, total
-from stencilpress.gateway.catalog.usage_sums import UsageSum
+from stencilpress.gateway.catalog.series import Activity, activity_of_versions, choose_axis
 from stencilpress.gateway.engine_reader import Seen
 from stencilpress.gateway.services import SERVICES
 from stencilpress.web.ask import ask
@@ -89,18 +88,13 @@ async def used_versions(request: web.Request, adapter: str, numbers: Sequence[in
     """What the last day's requests went to, of some versions; one without requests is left out."""
     now = datetime.now(UTC)
     axis = choose_axis(now - SPANS["24h"], now, points=STEPS)
-    series = await series_of_versions(request.app[SERVICES].db, tenant_of(request).id, adapter, numbers, axis)
-    return await asyncio.to_thread(used_of, series)
+    activities = await activity_of_versions(request.app[SERVICES].db, tenant_of(request).id, adapter, numbers, axis)
+    return await asyncio.to_thread(used_of, activities)
 
 
-def used_of(series: Mapping[K, Sequence[UsageSum]]) -> dict[K, Used]:
+def used_of(activities: Mapping[K, Activity]) -> dict[K, Used]:
     """For a list, of those that had requests. Percentiles take a while: not for the event loop."""
-    totals = {key: total(steps) for key, steps in series.items()}
-    return {
-        key: Used([step.requests for step in series[key]], UsageTotals.of(whole))
-        for key, whole in totals.items()
-        if whole.requests
-    }
+    return {key: Used(one.requests, UsageTotals.of(one.total)) for key, one in activities.items() if one.total.requests}
 
 
 def chart(

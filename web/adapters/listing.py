@@ -16,7 +16,7 @@ from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import decode_cursor, encode_cursor
 from stencilpress.gateway.catalog.adapter_lists import Listed, Position, list_all_adapters, list_named
 from stencilpress.gateway.catalog.records import Canary
-from stencilpress.gateway.catalog.series import choose_axis, series_of_names
+from stencilpress.gateway.catalog.series import activity_of_names, choose_axis
 from stencilpress.gateway.catalog.serving import Serving, serving_versions
 from stencilpress.gateway.catalog.tops import By, top_adapters, top_span
 from stencilpress.gateway.services import SERVICES
@@ -171,8 +171,8 @@ async def _rows(request: web.Request, found: Sequence[Listed]) -> list[Row]:
     serving = await serving_versions(db, [one.id for one in found])
     now = datetime.now(UTC)
     axis = choose_axis(now - SPAN, now, points=STEPS)
-    series = await series_of_names(db, [(one.tenant_id, one.name) for one in found], axis)
-    used = await asyncio.to_thread(used_of, series)
+    activities = await activity_of_names(db, [(one.tenant_id, one.name) for one in found], axis)
+    used = await asyncio.to_thread(used_of, activities)
     return [_row(one, serving.get(one.id), used.get((one.tenant_id, one.name))) for one in found]
 
 

@@ -27,8 +27,8 @@ from stencilpress.gateway.catalog.refusals import refusal_series
 from stencilpress.gateway.catalog.series import (
     MAX_POINTS,
     Subject,
+    activity_of_names,
     choose_axis,
-    series_of_names,
     span,
     total,
     usage_series,
@@ -177,9 +177,9 @@ async def get_activity(call: Call, query: ActivityQuery) -> ActivityView:
     if len(names) > MAX_ACTIVE:
         raise InvalidRequestError(f"adapters: {len(names)} are more than {MAX_ACTIVE}", param="adapters")
     axis = choose_axis(*_span(query), points=query.points, least_s=3600)  # minutes of fifty adapters are too many
-    found = await series_of_names(call.services.db, [(call.tenant.id, name) for name in names], axis)
-    series = {name: found[call.tenant.id, name] for name in names}
-    return await asyncio.to_thread(ActivityView.of, call.tenant.name, axis, series)
+    found = await activity_of_names(call.services.db, [(call.tenant.id, name) for name in names], axis)
+    activities = {name: found[call.tenant.id, name] for name in names}
+    return await asyncio.to_thread(ActivityView.of, call.tenant.name, axis, activities)
 
 
 def _span(query: SeriesQuery | ComparisonQuery | TopQuery | ActivityQuery) -> tuple[datetime, datetime]:

@@ -10,7 +10,7 @@ import msgspec
 from stencilpress.gateway.api.admin.tables import Cell, Table
 from stencilpress.gateway.api.admin.usage import SHARES, Percentiles
 from stencilpress.gateway.catalog.refusals import Refusals
-from stencilpress.gateway.catalog.series import Axis, total
+from stencilpress.gateway.catalog.series import Activity, Axis, total
 from stencilpress.gateway.catalog.tops import Top
 from stencilpress.gateway.catalog.usage_sums import UsageSum
 from stencilpress.gateway.usage.histogram import Counts, quantiles
@@ -252,16 +252,16 @@ class ActivityView(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ActivityRow]
 
     @classmethod
-    def of(cls, tenant: str, axis: Axis, series: Mapping[str, Sequence[UsageSum]]) -> ActivityView:
+    def of(cls, tenant: str, axis: Axis, activities: Mapping[str, Activity]) -> ActivityView:
         """Some milliseconds an adapter: not for the event loop."""
         rows = [
             ActivityRow(
                 tenant=tenant,
                 adapter=adapter,
-                requests=[one.requests for one in steps],
-                total=UsageTotals.of(total(steps)),
+                requests=one.requests,
+                total=UsageTotals.of(one.total),
             )
-            for adapter, steps in series.items()
+            for adapter, one in activities.items()
         ]
         return cls(start=axis.start, end=axis.end, step_s=axis.step_s, data=rows)
 
