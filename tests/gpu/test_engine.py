@@ -246,7 +246,7 @@ def test_the_pool_is_whole_after_ten_thousand_random_steps(tmp_path: Path) -> No
     spec = load_spec(tmp_path / "model", "bfloat16")
     page_bytes = page_geometry(spec, 64).page_bytes
     serving = Serving(
-        seats=12, tokens=96, max_loras=3, max_prefetched=2, max_model_len=200, pool_bytes=130 * page_bytes
+        seats=12, tokens=96, max_loras=3, max_prefetched=2, max_model_len=200, pool_bytes=100 * page_bytes
     )
     served = GpuEngine(Base("tiny", spec, tmp_path / "model"), CUDA, serving)
     served.use(lambda memory, wake: Loader(tmp_path, spec, memory, 64, wake), 5)

@@ -105,8 +105,8 @@ def _logits_by_prompt_graph(runner: CudaRunner, plan: StepPlan, loader: Loader) 
         runner._prompts._kinds.sizes = [16]  # the interpreter is slow
     with runner._own_stream():
         found = runner._prompts.logits(runner._rows.build(plan, loader.adapter))
-    assert found is not None
-    return found[0].cpu()
+        assert found is not None
+        return found[0].cpu()  # in the order of the runner's own stream
 
 
 def _tokens(sampled: list[Sampled]) -> dict[RequestKey, int]:
