@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import BigInteger, cast, extract, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from stencilpress.gateway.catalog.models import QuotaRefusalRow
@@ -57,19 +57,20 @@ async def add_refusals(db: Database, counts: Mapping[Refused, Refusals]) -> None
 
 
 async def refusal_series(db: Database, tenant_id: int, axis: Axis) -> dict[str, list[Refusals]]:
-    """By dimension what was refused in each step of the axis; dimensions without any are left out."""
+    """By dimension what was refused in each step of the axis; dimensions without any are left out.
+
+    The database adds up, since a day has 1,440 rows of each dimension.
+    """
     row = QuotaRefusalRow
-    period = "minute" if axis.period == "minute" else "hour"
-    query = select(row.starts_at, row.dimension, row.refused, row.watched).where(
+    at = ((cast(extract("epoch", row.starts_at), BigInteger) - axis.start_s) // axis.step_s).label("at")
+    query = select(at, row.dimension, func.sum(row.refused), func.sum(row.watched)).where(
         row.tenant_id == tenant_id,
-        row.period == period,
+        row.period == ("minute" if axis.period == "minute" else "hour"),
         row.starts_at >= axis.start,
         row.starts_at < axis.end,
     )
     found: dict[str, list[Refusals]] = {}
     async with db.read() as session:
-        for starts_at, dimension, refused, watched in await session.execute(query):
-            steps = found.setdefault(dimension, [Refusals(0, 0)] * axis.count)
-            at = axis.index(starts_at)
-            steps[at] = Refusals(steps[at].refused + refused, steps[at].watched + watched)
+        for step, dimension, refused, watched in await session.execute(query.group_by(at, row.dimension)):
+            found.setdefault(dimension, [Refusals(0, 0)] * axis.count)[step] = Refusals(int(refused), int(watched))
     return dict(sorted(found.items()))

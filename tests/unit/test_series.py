@@ -212,6 +212,10 @@ async def test_refusals_of_two_gateways_are_added_by_minute_and_hour(db: Databas
         "concurrent_streams": [(0, 0), (0, 0), (0, 7), (0, 0)],
         "tokens_per_day": [(13, 1), (0, 0), (0, 0), (0, 0)],
     }
+    assert await refusal_series(db, 1, Axis("minute", start - 60, 180, 2)) == {
+        "concurrent_streams": [(0, 0), (0, 7)],
+        "tokens_per_day": [(13, 1), (0, 0)],
+    }
     assert (await refusal_series(db, 0, minutes))["tokens_per_day"] == [(13, 1), (5, 0), (0, 0), (0, 0)]
     assert (await refusal_series(db, 0, Axis("hour", start, 3600, 1)))["tokens_per_day"] == [(18, 1)]
     assert await refusal_series(db, 3, minutes) == {}
