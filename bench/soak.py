@@ -27,11 +27,11 @@ import psutil
 from sqlalchemy import select
 
 from bench.soak_load import PROMPT, Seen, ask
-from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.quota.engine import LEASE_MS
 from stencilpress.gateway.quota.plan import Quota

@@ -11,15 +11,9 @@ from sqlalchemy import ColumnElement, and_, func, or_, select
 from stencilpress.gateway.alerts.incidents import Measured, Subject
 from stencilpress.gateway.alerts.rules import WINDOW_S, Kind
 from stencilpress.gateway.alerts.traffic import Loads, Traffic
-from stencilpress.gateway.catalog.models import (
-    AdapterRow,
-    TenantRow,
-    UsageRankRow,
-    UsageRollupRow,
-    UsageTenantRollupRow,
-    VersionRow,
-)
+from stencilpress.gateway.catalog.models import AdapterRow, TenantRow, VersionRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRankRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.usage_sums import SECONDS, floor, instant, parts
 from stencilpress.gateway.names import ANY_BASE
 from stencilpress.gateway.quota.calendar import periods_at

@@ -15,17 +15,10 @@ from stencilpress.gateway.access import SYSTEM
 from stencilpress.gateway.alerts.incidents import Measured, Subject
 from stencilpress.gateway.alerts.rules import Kind
 from stencilpress.gateway.catalog.aliases import guard_of
-from stencilpress.gateway.catalog.models import (
-    AdapterRow,
-    AliasMoveRow,
-    AliasRow,
-    CanaryRow,
-    ShareRow,
-    TenantRow,
-    UsageVersionRollupRow,
-)
+from stencilpress.gateway.catalog.models import AdapterRow, AliasMoveRow, AliasRow, CanaryRow, ShareRow, TenantRow
 from stencilpress.gateway.catalog.records import Canary
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageVersionRollupRow
 from stencilpress.gateway.catalog.usage_sums import UsageSum, parts, stored_sum
 from stencilpress.gateway.errors import NotFoundError
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stencilpress.gateway.catalog.models import EngineSampleRow
 from stencilpress.gateway.catalog.series import Axis
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import EngineSampleRow
 from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, instant, parts
 from stencilpress.gateway.usage.engine_sums import EngineSum, decode, encode
 

@@ -30,7 +30,6 @@ from stencilpress.gateway.catalog.models import (
     KeyRow,
     ShareRow,
     TenantRow,
-    UsageRequestRow,
     VersionRow,
 )
 from stencilpress.gateway.catalog.pseudonyms import (
@@ -43,6 +42,7 @@ from stencilpress.gateway.catalog.pseudonyms import (
 )
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import TOMBSTONE, tenant_row
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 
 BATCH = 2000

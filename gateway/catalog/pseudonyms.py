@@ -15,15 +15,14 @@ from typing import Any
 from sqlalchemy import bindparam, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from stencilpress.gateway.catalog.models import (
-    AuditRow,
-    TenantRow,
+from stencilpress.gateway.catalog.models import AuditRow, TenantRow
+from stencilpress.gateway.catalog.tenants import TOMBSTONE
+from stencilpress.gateway.catalog.usage_models import (
     UsageRankRow,
     UsageRequestRow,
     UsageRollupRow,
     UsageVersionRollupRow,
 )
-from stencilpress.gateway.catalog.tenants import TOMBSTONE
 from stencilpress.gateway.names import DEFAULT_ALIAS
 
 ERASED = "erased:"

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from sqlalchemy import BigInteger, cast, extract, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from stencilpress.gateway.catalog.models import QuotaRefusalRow
 from stencilpress.gateway.catalog.series import Axis
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import QuotaRefusalRow
 from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, instant, parts
 
 PERIODS: tuple[Period, ...] = ("minute", "hour")

@@ -13,10 +13,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
-from stencilpress.gateway.catalog import account_models, alert_models, models
+from stencilpress.gateway.catalog import account_models, alert_models, models, usage_models
 from stencilpress.gateway.catalog.session import Database
 
-TABLES = (models, account_models, alert_models)
+TABLES = (models, account_models, alert_models, usage_models)
 """The modules whose tables are the schema: whoever migrates or exports it has loaded them all."""
 
 

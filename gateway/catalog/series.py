@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Row, Select, select
 
-from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, add_up, instant, keyed
 from stencilpress.gateway.errors import InvalidRequestError
 

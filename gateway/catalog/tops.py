@@ -11,8 +11,9 @@ from typing import Any, Literal
 from sqlalchemy import CompoundSelect, Float, Row, Select, cast, func, null, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from stencilpress.gateway.catalog.models import TenantRow, UsageRankRow, UsageRollupRow, UsageTenantRollupRow
+from stencilpress.gateway.catalog.models import TenantRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRankRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.usage_sums import (
     EVERYBODY,
     SECONDS,

@@ -11,8 +11,8 @@ from sqlalchemy import ColumnElement, Select, Table, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import InstrumentedAttribute
 
-from stencilpress.gateway.catalog.models import UsageRequestRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.usage_sums import instant
 from stencilpress.gateway.usage.record import UsageRow
 

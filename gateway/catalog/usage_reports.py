@@ -10,8 +10,8 @@ from typing import Any
 
 from sqlalchemy import Row, select, tuple_
 
-from stencilpress.gateway.catalog.models import UsageRequestRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow, UsageRollupRow, UsageTenantRollupRow
 from stencilpress.gateway.catalog.usage_sums import SECONDS, Period, UsageSum, add_up, in_pieces
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.usage.record import UsageRow

@@ -10,7 +10,8 @@ from sqlalchemy import Row, delete, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from stencilpress.gateway.catalog.models import (
+from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import (
     EngineSampleRow,
     QuotaRefusalRow,
     UsageRankRow,
@@ -19,7 +20,6 @@ from stencilpress.gateway.catalog.models import (
     UsageTenantRollupRow,
     UsageVersionRollupRow,
 )
-from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import (
     BLOCKS,
     EVERYBODY,

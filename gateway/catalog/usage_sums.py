@@ -28,8 +28,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from stencilpress.gateway.catalog.models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
 from stencilpress.gateway.usage.histogram import Counts, add, bucket_of, merged, pack, unpack
 
 Period = Literal["minute", "hour", "day"]

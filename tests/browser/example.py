@@ -12,11 +12,11 @@ from sqlalchemy import select
 
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.catalog.engine_samples import Sampled, add_engine_samples
-from stencilpress.gateway.catalog.models import EngineSampleRow, UsageRequestRow
 from stencilpress.gateway.catalog.refusals import Refusals, Refused, add_refusals
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant, get_tenant
 from stencilpress.gateway.catalog.usage import insert_usage
+from stencilpress.gateway.catalog.usage_models import EngineSampleRow, UsageRequestRow
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.usage.engine_sums import EngineSum
 from stencilpress.gateway.usage.histogram import bucket_of, pack

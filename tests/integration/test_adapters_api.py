@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
-from stencilpress.gateway.catalog.models import UsageRequestRow
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.lifecycle import gatekeeper
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME

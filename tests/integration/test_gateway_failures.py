@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from stencilpress.engine.messages import Finished
 from stencilpress.gateway import app
-from stencilpress.gateway.catalog.models import UsageRequestRow
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.drain import Drain
 from stencilpress.gateway.errors import UnavailableError, from_finished
 from stencilpress.gateway.services import INLINE_BYTES, off_loop

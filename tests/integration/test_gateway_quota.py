@@ -18,10 +18,10 @@ import pytest
 from sqlalchemy import select
 
 from stencilpress.gateway.accounting import accounting
-from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.catalog.usage import tokens_used
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.catalog.usage_roll_up import roll_up
 from stencilpress.gateway.errors import InsufficientQuotaError
 from stencilpress.gateway.keys import issue_key

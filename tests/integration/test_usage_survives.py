@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from sqlalchemy import select
 
-from stencilpress.gateway.catalog.models import UsageRequestRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRequestRow
 from stencilpress.gateway.usage.journal import SUFFIX
 from stencilpress.gateway.usage.recorder import Recorder
 from tests.integration.test_gateway_process import Started, started

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from stencilpress.gateway.catalog.leases import acquire, release, run_periodically
-from stencilpress.gateway.catalog.models import UsageRankRow, UsageRequestRow, UsageRollupRow
 from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.series import Axis, Subject, usage_series
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tops import top_adapters, top_span, top_tenants
 from stencilpress.gateway.catalog.usage import insert_usage, tokens_used
+from stencilpress.gateway.catalog.usage_models import UsageRankRow, UsageRequestRow, UsageRollupRow
 from stencilpress.gateway.catalog.usage_roll_up import purge_usage, retention, roll_up
 from stencilpress.gateway.errors import UnavailableError
 from stencilpress.gateway.usage import journal

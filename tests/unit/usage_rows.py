@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 import numpy as np
 from sqlalchemy import select
 
-from stencilpress.gateway.catalog.models import UsageRollupRow
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.usage_models import UsageRollupRow
 from stencilpress.gateway.catalog.usage_sums import Period, UsageSum, stored_sum
 from stencilpress.gateway.usage.histogram import bucket_of, pack
 from stencilpress.gateway.usage.record import UsageRow
