@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import selectinload
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog.aliases import guard_of, locked_adapter, locked_tenant, move_alias, point_first
+from stencilpress.gateway.catalog.aliases import guard_of, move_alias, point_first
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.limits import to_limits
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, ShareRow, TenantRow, VersionRow
@@ -27,6 +27,7 @@ from stencilpress.gateway.catalog.records import (
     TenantLimits,
     Version,
 )
+from stencilpress.gateway.catalog.rows import locked_adapter, locked_tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.version_files import keep_files
 from stencilpress.gateway.defaults import NO_DEFAULTS, VersionDefaults

@@ -22,8 +22,8 @@ from stencilpress.gateway.alerts.incidents import Incident, Moves
 from stencilpress.gateway.alerts.notification import notifications
 from stencilpress.gateway.catalog.alert_models import DeliveryRow, WebhookRow
 from stencilpress.gateway.catalog.alerts import apply_moves, tenant_names
-from stencilpress.gateway.catalog.aliases import locked_tenant
 from stencilpress.gateway.catalog.audit import Target, audit
+from stencilpress.gateway.catalog.rows import locked_tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import InvalidRequestError, NotFoundError
 

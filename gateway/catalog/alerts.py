@@ -14,9 +14,9 @@ from stencilpress.gateway.access import SYSTEM, Actor
 from stencilpress.gateway.alerts.incidents import Incident, Moves, State, Subject
 from stencilpress.gateway.alerts.rules import Kind, Place, RuleChange, Rules, Severity, check_change
 from stencilpress.gateway.catalog.alert_models import AlertRuleRow, IncidentRow
-from stencilpress.gateway.catalog.aliases import find_adapter
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import TenantRow
+from stencilpress.gateway.catalog.rows import find_adapter
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_sums import parts
 from stencilpress.gateway.errors import ConflictError, NotFoundError

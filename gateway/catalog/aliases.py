@@ -24,17 +24,10 @@ from stencilpress.gateway.catalog.models import (
     CanaryRow,
     SmokeRunRow,
     SmokeSuiteRow,
-    TenantRow,
     VersionRow,
 )
-from stencilpress.gateway.catalog.records import (
-    Alias,
-    AliasMove,
-    AliasTarget,
-    Canary,
-    CanaryGuard,
-    Expected,
-)
+from stencilpress.gateway.catalog.records import Alias, AliasMove, AliasTarget, Canary, CanaryGuard, Expected
+from stencilpress.gateway.catalog.rows import find_adapter, locked_adapter
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import (
     AliasMovedError,
@@ -43,7 +36,7 @@ from stencilpress.gateway.errors import (
     NotFoundError,
     SmokeRequiredError,
 )
-from stencilpress.gateway.names import DEFAULT_ALIAS, check_alias_name, is_name
+from stencilpress.gateway.names import DEFAULT_ALIAS, check_alias_name
 
 MAX_HISTORY = 200
 MAX_ALIASES = 50
@@ -187,31 +180,6 @@ async def list_moves(
         return tuple(
             AliasMove(row.id, row.alias, row.kind, _target_of(row), row.actor, row.reason, row.at) for row in rows
         )
-
-
-async def find_adapter(session: AsyncSession, tenant_id: int, name: str, *, deleted: bool = False) -> AdapterRow:
-    """Raises :class:`NotFoundError`; a deleted adapter does not exist unless it is asked for."""
-    query = select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == name)
-    row = await session.scalar(query) if is_name(name) else None
-    if row is None or (row.deleted_at is not None and not deleted):
-        raise NotFoundError(f"name: adapter {name!r} does not exist", param="name")
-    return row
-
-
-async def locked_adapter(session: AsyncSession, tenant_id: int, name: str, *, deleted: bool = False) -> AdapterRow:
-    """As :func:`find_adapter`, with the tenant's row locked until the end of the transaction."""
-    await locked_tenant(session, tenant_id)
-    return await find_adapter(session, tenant_id, name, deleted=deleted)
-
-
-async def locked_tenant(session: AsyncSession, tenant_id: int) -> TenantRow:
-    """Raises :class:`NotFoundError`, :class:`ConflictError` for a disabled tenant."""
-    tenant = await session.scalar(select(TenantRow).where(TenantRow.id == tenant_id).with_for_update())
-    if tenant is None or tenant.deleted_at is not None:
-        raise NotFoundError("tenant: does not exist", param="tenant")
-    if tenant.disabled_at is not None:
-        raise ConflictError(f"tenant: {tenant.name!r} is disabled", param="tenant")
-    return tenant
 
 
 async def point_first(session: AsyncSession, adapter: AdapterRow, number: int, actor: Actor) -> bool:

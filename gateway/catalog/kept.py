@@ -8,10 +8,10 @@ from sqlalchemy import func, or_, select
 
 from stencilpress.engine.messages import MAX_KEPT
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog.aliases import locked_adapter
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import AdapterRow, AliasRow, CanaryRow, TenantRow, VersionRow
 from stencilpress.gateway.catalog.records import Keeping
+from stencilpress.gateway.catalog.rows import locked_adapter
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.names import DEFAULT_ALIAS

@@ -10,7 +10,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.access import SYSTEM, Actor
-from stencilpress.gateway.catalog.aliases import find_adapter, locked_adapter
 from stencilpress.gateway.catalog.audit import Target, audit
 from stencilpress.gateway.catalog.models import (
     AdapterRow,
@@ -25,6 +24,7 @@ from stencilpress.gateway.catalog.models import (
     VersionRow,
 )
 from stencilpress.gateway.catalog.records import Share, SmokeRun, SmokeSuite
+from stencilpress.gateway.catalog.rows import find_adapter, locked_adapter
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import tenant_row
 from stencilpress.gateway.errors import ConflictError, NotFoundError
