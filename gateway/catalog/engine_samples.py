@@ -54,7 +54,7 @@ async def engine_series(db: Database, axis: Axis, server: str, engine: int | Non
     row = EngineSampleRow
     query: Any = select(row.engine, row.starts_at, row.sums).where(
         row.server == server,
-        row.period == ("minute" if axis.period == "minute" else "hour"),
+        row.period == axis.finer_period,
         row.starts_at >= axis.start,
         row.starts_at < axis.end,
     )

@@ -65,7 +65,7 @@ async def refusal_series(db: Database, tenant_id: int, axis: Axis) -> dict[str, 
     at = ((cast(extract("epoch", row.starts_at), BigInteger) - axis.start_s) // axis.step_s).label("at")
     query = select(at, row.dimension, func.sum(row.refused), func.sum(row.watched)).where(
         row.tenant_id == tenant_id,
-        row.period == ("minute" if axis.period == "minute" else "hour"),
+        row.period == axis.finer_period,
         row.starts_at >= axis.start,
         row.starts_at < axis.end,
     )

@@ -12,7 +12,16 @@ from sqlalchemy import Row, Select, select
 
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_models import UsageRollupRow, UsageTenantRollupRow, UsageVersionRollupRow
-from stencilpress.gateway.catalog.usage_sums import EVERYBODY, SECONDS, Period, UsageSum, add_up, instant, keyed
+from stencilpress.gateway.catalog.usage_sums import (
+    EVERYBODY,
+    SECONDS,
+    Period,
+    UsageSum,
+    add_up,
+    add_up_by,
+    instant,
+    keyed,
+)
 from stencilpress.gateway.errors import InvalidRequestError
 
 K = TypeVar("K")
@@ -70,6 +79,11 @@ class Axis:
     def before(self) -> Axis:
         """The span of the same length that ends where this one begins."""
         return replace(self, start_s=self.start_s - self.step_s * self.count)
+
+    @property
+    def finer_period(self) -> Period:
+        """That of roll-ups which are not kept by days."""
+        return "hour" if self.period == "day" else self.period
 
     def index(self, moment: datetime) -> int:
         return (int(moment.timestamp()) - self.start_s) // self.step_s
@@ -140,8 +154,7 @@ async def activity_of_versions(
 ) -> dict[int, Activity]:
     """The activity of some versions of an adapter."""
     table = UsageVersionRollupRow
-    period: Period = "hour" if axis.period == "day" else axis.period
-    query = _on_axis(select(table.__table__), table, tenant_id, period, axis)
+    query = _on_axis(select(table.__table__), table, tenant_id, axis.finer_period, axis)
     query = query.where(table.adapter == adapter, table.version.in_(numbers))
     async with db.read() as session:
         rows = (await session.execute(query)).all()
@@ -166,7 +179,7 @@ def _rollups(subject: Subject, axis: Axis) -> Select[Any]:
         conditions = [table.adapter == subject.adapter]
     else:
         table = UsageVersionRollupRow
-        period = "hour" if axis.period == "day" else axis.period
+        period = axis.finer_period
         conditions = [table.adapter == subject.adapter, table.version == subject.version]
     return _on_axis(select(table.__table__), table, subject.tenant_id, period, axis).where(*conditions)
 
@@ -184,13 +197,10 @@ def _in_steps(rows: Sequence[Row[Any]], axis: Axis) -> list[UsageSum]:
 
 
 def _by_key(rows: Sequence[Row[Any]], keys: Sequence[K], axis: Axis, key_of: Callable[[Any], K]) -> dict[K, Activity]:
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    groups = [numbers[key_of(row)] for row in rows]
-    requests = [[0] * axis.count for _ in numbers]
-    for row, group in zip(rows, groups, strict=True):
-        requests[group][axis.index(row.starts_at)] += row.requests
-    totals = add_up(rows, groups, len(numbers))
-    return {key: Activity(requests[number], totals[number]) for key, number in numbers.items()}
+    found = {key: Activity([0] * axis.count, whole) for key, whole in add_up_by(rows, keys, key_of).items()}
+    for row in rows:
+        found[key_of(row)].requests[axis.index(row.starts_at)] += row.requests
+    return found
 
 
 def span(start: datetime | None, end: datetime | None, default: timedelta) -> tuple[datetime, datetime]:

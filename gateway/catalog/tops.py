@@ -19,7 +19,7 @@ from stencilpress.gateway.catalog.usage_sums import (
     SECONDS,
     Period,
     UsageSum,
-    add_up,
+    add_up_by,
     floor,
     in_pieces,
     keyed,
@@ -103,7 +103,7 @@ async def _summed(
     columns = [one for one in table.__table__.c if one.name not in ("period", "starts_at", "tenant_id", "adapter")]
     rows = (await session.execute(_of(db, names, table, span, columns))).all()
     tenants = await _names(session, {tenant for tenant, _ in names})
-    sums = await asyncio.to_thread(_added_up, names, rows)
+    sums = await asyncio.to_thread(add_up_by, rows, names, _name_of)
     return [Top(tenants.get(tenant, ""), adapter, usage) for (tenant, adapter), usage in sums.items()]
 
 
@@ -141,16 +141,11 @@ async def _names(session: Any, ids: set[int]) -> dict[int, str]:
 
 
 def _slowest(names: Sequence[Name], rows: Sequence[Row[Any]], limit: int) -> list[Name]:
-    counts = merged([row.ttft for row in rows], _places(names, rows), len(names))
+    places = {name: place for place, name in enumerate(names)}
+    counts = merged([row.ttft for row in rows], [places[_name_of(row)] for row in rows], len(names))
     slowness = [quantiles(one, [0.99])[0] or 0.0 for one in counts]
     return [names[at] for at in sorted(range(len(names)), key=lambda at: -slowness[at])[:limit]]
 
 
-def _added_up(names: Sequence[Name], rows: Sequence[Row[Any]]) -> dict[Name, UsageSum]:
-    return dict(zip(names, add_up(rows, _places(names, rows), len(names)), strict=True))
-
-
-def _places(names: Sequence[Name], rows: Sequence[Row[Any]]) -> list[int]:
-    """Which of the names each row is of."""
-    numbers = {name: number for number, name in enumerate(names)}
-    return [numbers[row.tenant_id, row.adapter] for row in rows]
+def _name_of(row: Row[Any]) -> Name:
+    return row.tenant_id, row.adapter
