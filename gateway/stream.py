@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,6 +103,21 @@ class ChunkEncoder:
         return self._heads[index] + members + b',"logprobs":' + logprobs + reason + self._tail
 
 
+async def write_in_time(request: web.Request, writing: Awaitable[None], limit_s: float, metrics: Metrics) -> None:
+    """Wait for a write; on time-out the connection is dropped, since nothing more can be told over it.
+
+    Raises :class:`SlowClientError`.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            await writing
+    except TimeoutError:
+        metrics.slow_clients_cut.inc()
+        if request.transport is not None:
+            request.transport.abort()
+        raise SlowClientError("the client does not read") from None
+
+
 class _Events(web.StreamResponse):
     """Its head goes out with the first event, in one write."""
 
@@ -166,8 +180,7 @@ class EventStream:
             if data and self._response.chunked:
                 self._transport = self._request.transport
             return
-        async with self._cut_when_slow():
-            await self._response.write(data)
+        await self._in_time(self._response.write(data))
 
     async def finish(self, data: bytes = b"") -> web.StreamResponse:
         """End the response in the regular way, with these last events."""
@@ -175,8 +188,7 @@ class EventStream:
         if self._is_free(data):
             await self._response.write_eof(data)
             return self._response
-        async with self._cut_when_slow():
-            await self._response.write_eof(data)
+        await self._in_time(self._response.write_eof(data))
         return self._response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
@@ -188,14 +200,5 @@ class EventStream:
         transport = self._request.transport
         return transport is not None and transport.get_write_buffer_size() + len(data) <= UNTIMED_BYTES
 
-    @asynccontextmanager
-    async def _cut_when_slow(self) -> AsyncIterator[None]:
-        """Bounds a write; on time-out the connection is dropped, since nothing more can be told over it."""
-        try:
-            async with asyncio.timeout(self._write_limit_s):
-                yield
-        except TimeoutError:
-            self._metrics.slow_clients_cut.inc()
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise SlowClientError("the client does not read") from None
+    async def _in_time(self, writing: Awaitable[None]) -> None:
+        await write_in_time(self._request, writing, self._write_limit_s, self._metrics)

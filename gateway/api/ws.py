@@ -34,7 +34,7 @@ from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
 from stencilpress.gateway.observation import CURRENT, Observation
 from stencilpress.gateway.services import SERVICES, Services
-from stencilpress.gateway.stream import SlowClientError, encode_text
+from stencilpress.gateway.stream import encode_text, write_in_time
 
 AUTHENTICATE_LIMIT_S = 10.0
 HEARTBEAT_S = 20.0
@@ -298,14 +298,8 @@ class ChatConnection:
 
     async def _send_frame(self, data: bytes, kind: WSMsgType) -> None:
         """Write one frame; a client that does not read is cut off, as on a stream."""
-        try:
-            async with asyncio.timeout(self._services.settings.write_limit_s):
-                await self._ws.send_frame(data, kind)
-        except TimeoutError:
-            self._services.metrics.slow_clients_cut.inc()
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise SlowClientError("the client does not read") from None
+        limit_s, metrics = self._services.settings.write_limit_s, self._services.metrics
+        await write_in_time(self._request, self._ws.send_frame(data, kind), limit_s, metrics)
 
 
 async def _nobody() -> Principal:

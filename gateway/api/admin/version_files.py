@@ -15,7 +15,7 @@ from stencilpress.gateway.catalog.records import find_version_of
 from stencilpress.gateway.enrol import FILES
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.lifecycle.originals import UploadedFile
-from stencilpress.gateway.stream import SlowClientError
+from stencilpress.gateway.stream import write_in_time
 
 OCTETS = "application/octet-stream"
 
@@ -42,7 +42,7 @@ async def get_version_file(call: Call) -> web.StreamResponse:
 
 
 async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse:
-    """Raises :class:`SlowClientError` for a client that stops reading: it would keep the blob on this host."""
+    """Raises ``SlowClientError`` for a client that stops reading: it would keep the blob on this host."""
     response = web.StreamResponse(
         headers={
             "Content-Type": JSON if name == CONFIG_NAME else OCTETS,
@@ -53,15 +53,9 @@ async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse
     )
     response.content_length = file.size_bytes
     await response.prepare(call.request)
+    limit_s = call.services.settings.write_limit_s
     while chunk := await asyncio.to_thread(next, file.chunks, b""):
-        try:
-            async with asyncio.timeout(call.services.settings.write_limit_s):
-                await response.write(chunk)
-        except TimeoutError:
-            call.services.metrics.slow_clients_cut.inc()
-            if call.request.transport is not None:
-                call.request.transport.abort()
-            raise SlowClientError("the client does not read") from None
+        await write_in_time(call.request, response.write(chunk), limit_s, call.services.metrics)
     await response.write_eof()
     return response
 
