@@ -21,6 +21,8 @@ from stencilpress.gateway.strict_json import shown
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 MAX_HEADER_BYTES = 4 << 20
+MAX_TENSORS = 1 << 16
+"""Of files that intake has accepted, whatever its own limit was then."""
 MAX_DIMS = 8
 MAX_DIM = 1 << 31
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -74,7 +76,7 @@ class SafetensorsFile:
         return np.frombuffer(data, DTYPES[entry.dtype]).reshape(entry.shape)
 
 
-def open_safetensors(file: BinaryIO, max_tensors: int) -> SafetensorsFile:
+def open_safetensors(file: BinaryIO, max_tensors: int = MAX_TENSORS) -> SafetensorsFile:
     """Check the header of an opened file. Raises :class:`AdapterError` with all that is wrong in it."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(32)

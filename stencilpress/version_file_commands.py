@@ -12,7 +12,7 @@ from stencilpress.commands import Place, json_option, place_options, show, show_
 from stencilpress.version_commands import base_of, blob_of, tenant_option, version, version_command, with_tenant
 
 if TYPE_CHECKING:
-    from stencilpress.gateway.catalog.records import InBlob, Tenant, Version, VersionFiles
+    from stencilpress.gateway.catalog.records import KeptFiles, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
 __all__ = ["version"]
@@ -32,7 +32,7 @@ def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) ->
     show(found.modules, as_json)
 
 
-def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, VersionFiles | InBlob | None]:
+def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, KeptFiles]:
     """A version with what the catalog keeps of its files."""
     from stencilpress.gateway.catalog.adapters import get_adapter
     from stencilpress.gateway.catalog.records import find_version_of
@@ -41,7 +41,7 @@ def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, VersionF
 
     name, number = parse_version_ref(ref)
 
-    async def work(db: Database, owner: Tenant) -> tuple[Version, VersionFiles | InBlob | None]:
+    async def work(db: Database, owner: Tenant) -> tuple[Version, KeptFiles]:
         found = find_version_of(await get_adapter(db, owner.id, name), number)
         return found, await find_files(db, owner.id, name, number)
 

@@ -17,10 +17,6 @@ Keeping = Literal["pin", "preload"]
 """What an operator may do about an adapter: keep it in the engines' memory, or have it brought in at their start."""
 
 
-InBlob = Literal["in blob"]
-"""A version's files are the blob's: it is from before they were kept, and was the first with its content."""
-
-
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
     """What a tenant may use: its plan. None is no limit of its own."""
@@ -103,6 +99,11 @@ class VersionFiles:
     """``adapter_config.json``, byte by byte."""
     weights_header: bytes = field(repr=False)
     """The JSON at the head of ``adapter_model.safetensors``, deflated (zlib)."""
+
+
+KeptFiles = VersionFiles | Literal["in blob"] | None
+"""What is kept of a version's files. In the blob: it is from before they were kept, and was the first with its content.
+None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

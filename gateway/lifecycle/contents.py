@@ -12,11 +12,9 @@ import msgspec
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME
-from stencilpress.gateway.catalog.records import InBlob, Version, VersionFiles
+from stencilpress.gateway.catalog.records import KeptFiles, Version
 from stencilpress.gateway.lifecycle.originals import config_of
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
-
-MAX_TENSORS = 1 << 16
 
 
 class ProjectionRanks(msgspec.Struct, frozen=True):
@@ -37,15 +35,15 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     modules: list[ProjectionRanks]
 
 
-async def read_contents(version: Version, files: VersionFiles | InBlob | None, folder: Path) -> Contents:
+async def read_contents(version: Version, files: KeptFiles, folder: Path) -> Contents:
     """Of a version with its blob, whose files intake has accepted. Only headers are read. Raises ``OSError``."""
     return await asyncio.to_thread(_read, version, files, folder)
 
 
-def _read(version: Version, files: VersionFiles | InBlob | None, folder: Path) -> Contents:
+def _read(version: Version, files: KeptFiles, folder: Path) -> Contents:
     config = config_of(files, folder)
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        shapes = open_safetensors(file, MAX_TENSORS).shapes
+        shapes = open_safetensors(file).shapes
     ranks: dict[str, list[int]] = defaultdict(list)
     for name, shape in shapes.items():
         parts = split_tensor_name(name)

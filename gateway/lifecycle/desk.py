@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stencilpress.gateway.adapter_config import MAX_CONFIG_BYTES
 from stencilpress.gateway.blobs import BlobStore, StorageFullError, UploadError
-from stencilpress.gateway.catalog.records import Version
+from stencilpress.gateway.catalog.records import KeptFiles, Version
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.enrol import Enrolment
@@ -101,9 +101,9 @@ class AdapterDesk:
     async def contents(self, version: Version, tenant_id: int) -> Contents:
         """What a version consists of. Raises :class:`AdapterUnavailableError`."""
         async with self.using(version.digest, tenant_id):
-            files = await find_files(self.db, tenant_id, version.adapter, version.number)
+            files, blob = await self._stored(version, tenant_id)
             try:
-                return await read_contents(version, files, self.blobs.folder(version.digest))
+                return await read_contents(version, files, blob)
             except OSError as error:
                 raise _unreadable() from error
 
@@ -114,9 +114,9 @@ class AdapterDesk:
         Raises :class:`AdapterUnavailableError`, :class:`ConflictError` where it was not kept.
         """
         async with self.using(version.digest, tenant_id):
-            files = await find_files(self.db, tenant_id, version.adapter, version.number)
+            files, blob = await self._stored(version, tenant_id)
             try:
-                found = await asyncio.to_thread(open_file, name, files, self.blobs.folder(version.digest))
+                found = await asyncio.to_thread(open_file, name, files, blob)
             except OSError as error:
                 raise _unreadable() from error
             if found is None:
@@ -126,9 +126,16 @@ class AdapterDesk:
                 yield found
 
     async def _side(self, version: Version, tenant_id: int) -> Side:
+        files, blob = await self._stored(version, tenant_id)
+        try:
+            return Side(blob, await asyncio.to_thread(config_of, files, blob))
+        except OSError as error:
+            raise _unreadable() from error
+
+    async def _stored(self, version: Version, tenant_id: int) -> tuple[KeptFiles, Path]:
+        """What the catalog keeps of a version's files, and the folder of its blob."""
         files = await find_files(self.db, tenant_id, version.adapter, version.number)
-        blob = self.blobs.folder(version.digest)
-        return Side(blob, await asyncio.to_thread(config_of, files, blob))
+        return files, self.blobs.folder(version.digest)
 
     async def _fetch_once(self, digest: str, tenant_id: int) -> None:
         """However many requests wait for it. It goes on if one that waits leaves."""

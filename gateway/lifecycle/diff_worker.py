@@ -34,7 +34,6 @@ from stencilpress.gateway.lifecycle.diff import (
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, SafetensorsFile, open_safetensors
 from stencilpress.gateway.worker_process import confine, read_request
 
-MAX_TENSORS = 1 << 16
 _UNIMPORTANT = frozenset({"peft_version", "inference_mode", "auto_mapping", "task_type", "revision"})
 """Fields that differ between two runs of the same training."""
 
@@ -86,7 +85,7 @@ def compare(request: DiffRequest) -> Diff:
 def _opened(folder: Path, spec: ModelSpec) -> Iterator[_Side]:
     config = strict_json.parse((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME)
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        weights = open_safetensors(file, MAX_TENSORS)
+        weights = open_safetensors(file)
         modules, _ = resolve(spec, msgspec.convert(config, PeftConfig), weights.shapes)
         yield _Side({module.name: module for module in modules}, weights)
 

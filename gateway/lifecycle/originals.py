@@ -18,12 +18,11 @@ from typing import Any, BinaryIO, NamedTuple
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, deciding_part
-from stencilpress.gateway.catalog.records import InBlob, VersionFiles
+from stencilpress.gateway.catalog.records import KeptFiles, VersionFiles
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
 COPY_BYTES = 1 << 20
-MAX_TENSORS = 1 << 16
 _LEFT = "as_uploaded"
 """False in a blob's config that was left by :func:`leave_content`; to intake a field that is off."""
 _METADATA = "__metadata__"
@@ -61,7 +60,7 @@ def leave_content(folder: Path) -> None:
             shutil.copyfileobj(uploaded, file, COPY_BYTES)
 
 
-def config_of(files: VersionFiles | InBlob | None, blob: Path) -> bytes | None:
+def config_of(files: KeptFiles, blob: Path) -> bytes | None:
     """A version's ``adapter_config.json``, or None if it was not kept. Blocks. Raises ``OSError``."""
     if files != "in blob":
         return None if files is None else files.config
@@ -81,14 +80,14 @@ class Weights(NamedTuple):
         return len(self.head) + sum(size for _, size in self.spans)
 
 
-def weights_of(files: VersionFiles | InBlob | None, blob: Path) -> Weights | None:
+def weights_of(files: KeptFiles, blob: Path) -> Weights | None:
     """How a version's weights were uploaded, or None if that was not kept. Blocks. Raises ``OSError``."""
     if config_of(files, blob) is None:
         return None
     with (blob / WEIGHTS_NAME).open("rb") as file:
         if not isinstance(files, VersionFiles):
             return Weights(b"", ((0, os.fstat(file.fileno()).st_size),))
-        stored = open_safetensors(file, MAX_TENSORS)
+        stored = open_safetensors(file)
     places = {
         split_tensor_name(one.name): (stored.data_start + one.start, one.end - one.start) for one in stored.entries
     }
@@ -117,7 +116,7 @@ class UploadedFile(NamedTuple):
     chunks: Generator[bytes]
 
 
-def open_file(name: str, files: VersionFiles | InBlob | None, blob: Path) -> UploadedFile | None:
+def open_file(name: str, files: KeptFiles, blob: Path) -> UploadedFile | None:
     """One of a version's two files, or None if they were not kept. Blocks. Raises ``OSError``."""
     if name == CONFIG_NAME:
         config = config_of(files, blob)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy import update
 
 from stencilpress.engine.image import adapter_digest, image_name
 from stencilpress.engine.settings import SettingsError
@@ -18,6 +19,7 @@ from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.archive import ARCHIVE_NAME
 from stencilpress.gateway.catalog.adapters import find_target, get_adapter
 from stencilpress.gateway.catalog.lifecycle import delete_adapter, delete_version
+from stencilpress.gateway.catalog.models import VersionFilesRow
 from stencilpress.gateway.catalog.records import AddedVersion, Tenant, TenantLimits
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
@@ -245,6 +247,19 @@ async def test_uploads_deletions_and_upkeep_at_the_same_time_lose_no_version(
         target = await find_target(db, tenant.id, f"a{i}")
         assert target is not None
         assert target.version.digest in blobs(desk)
+
+
+async def test_a_blob_whose_config_cannot_be_read_is_unavailable(
+    db: Database, desk: AdapterDesk, folders: Desk, tenant: Tenant
+) -> None:
+    """Of a version from before each had its own."""
+    version = (await add(desk, folders, tenant)).version
+    async with db.write() as session:
+        await session.execute(update(VersionFilesRow).values(config=None, weights_header=None))
+    (desk.blobs.folder(version.digest) / CONFIG_NAME).unlink()
+    for asked in (desk.contents(version, tenant.id), desk.diff(version, version, tenant.id)):
+        with pytest.raises(AdapterUnavailableError, match="cannot be read"):
+            await asked
 
 
 # --- the cold tier -------------------------------------------------------------------------------------------
