@@ -63,7 +63,7 @@ async def foreign_ids(gateway: Gateway) -> dict[str, str]:
         UPLOADS[gateway.url] = (await desk.uploads.create((await get_tenant(db, "demo")).id, "pirate", 1000)).id
     ids = {"key": key, "adapter": "pirate", "version": "1", "alias": "prod", "guest": "other", "engine": "1"}
     ids |= {"alert": await open_alert(gateway), "kind": "errors_high"}
-    return {**ids, "upload": UPLOADS[gateway.url], "file": "archive"}
+    return {**ids, "upload": UPLOADS[gateway.url], "file": CONFIG_NAME}
 
 
 async def open_alert(gateway: Gateway) -> str:
@@ -78,8 +78,6 @@ async def open_alert(gateway: Gateway) -> str:
 
 
 def path_of(operation: Operation, ids: dict[str, str], tenant: str) -> str:
-    if operation.id == "get_version_file" and ids["file"] == "archive":  # of an upload
-        ids = {**ids, "file": CONFIG_NAME}
     return re.sub(r"\{(\w+)\}", lambda found: tenant if found[1] == "tenant" else ids[found[1]], operation.path)
 
 
