@@ -46,6 +46,8 @@ from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 CAPABILITIES = (80, 90)
 CUDA_KERNELS = (ROWS_KERNEL, *EXPAND_KERNELS.values())
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+_LISTS = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
+"""Types of the arguments of shrinks and expands of blocks."""
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -74,9 +76,20 @@ class Compiled:
 
 def cases(capability: int) -> Iterator[Case]:
     """All kernels, at the sizes of an 8B Llama in bf16; expands in fp32, attention in fp16 and for small heads too."""
-    lists = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
-    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     yield Case("resolve", resolve_kernel, "*i64 *i32 *i32 *i64 *i64 *i32 i32 i32", {"R": 16, "E": 16})
+    yield from _products(capability)
+    yield from _expands_in_fp32(capability)
+    yield from _gates(capability)
+    yield from _linears()
+    yield from _attention()
+    yield from _norms_and_rope()
+    yield from _draws()
+    yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
+
+
+def _products(capability: int) -> Iterator[Case]:
+    """Shrinks and expands of blocks, and both in one for single rows."""
+    rows = "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i64 *i32 *i32 *i32 *fp32 *fp32 i32 i32 i32 i32"
     for name, shape in (("qkv", GroupShape(4096, (4096, 1024, 1024))), ("down", GroupShape(14336, (4096,)))):
         for tile, blocks, items in (
             (Tile(1, 16), 64, 64),
@@ -97,60 +110,19 @@ def cases(capability: int) -> Iterator[Case]:
                     yield Case(f"rows-{label}-{done}", rows_kernel, rows, {**constants, "X_DONE": done}, options)
                 continue
             constants = shrink_constants(shape, tile, cut, f32_dot=False)
-            yield Case(f"shrink-{label}", shrink_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+            yield Case(f"shrink-{label}", shrink_blocks_kernel, _LISTS, constants, {"num_warps": cut.warps})
             constants = expand_constants(shape, tile, cut, f32_dot=False)
-            yield Case(f"expand-{label}", expand_blocks_kernel, lists, constants, {"num_warps": cut.warps})
+            yield Case(f"expand-{label}", expand_blocks_kernel, _LISTS, constants, {"num_warps": cut.warps})
+
+
+def _expands_in_fp32(capability: int) -> Iterator[Case]:
+    """Tensor cores do not serve there."""
     shape, tile = GroupShape(4096, (4096, 1024, 1024)), Tile(64, 64)
-    for blocks in (8, 128):  # in fp32 tensor cores do not serve
+    for blocks in (8, 128):
         cut = choose_cut(shape, tile, blocks, blocks, warp_groups=capability == 90, f32=True)
         constants = expand_constants(shape, tile, cut, f32_dot=False)
         options = {"num_warps": cut.warps}
-        yield Case(f"expand-fp32-{blocks}", expand_blocks_kernel, lists.replace("bf16", "fp32"), constants, options)
-    yield from _gates(capability)
-    types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
-    for rows_of_x, bias in ((8, False), (16, True), (32, False)):
-        few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)
-        constants = linear_constants(rows_of_x, 4096, 4096, few, bias=bias, for_next=True, f32_dot=False)
-        options = {"num_warps": few.warps, "num_stages": few.stages}
-        yield Case(f"linear-{rows_of_x}", linear_kernel, types, constants, options)
-    heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
-    for splits, out in ((1, "*bf16"), (8, "*fp32")):
-        types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
-        constants = {**heads, "M": 16, "SPLITS": splits, "FOR_NEXT": False}
-        yield Case(f"decode-{splits}", split_kernel, types, constants, {"num_warps": 4})
-    types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
-    for for_next in (False, True):
-        constants = {**heads, "N": 32, "M": 16, "SPLITS": 1, "FOR_NEXT": for_next}
-        name = f"decode-many-{for_next}"
-        yield Case(name, split_kernel, types, constants, {"num_warps": 1, "num_stages": 2})
-    yield Case(
-        "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
-    )
-    types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
-    for done in (False, True):
-        constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
-        yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
-    for residual in (False, True):
-        constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
-        name = "rms-norm-residual" if residual else "rms-norm"
-        yield Case(name, rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
-    types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
-    for norm in (False, True):
-        constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
-        yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
-    half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
-    types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
-    constants = {**half, "M": 16, "SPLITS": 1, "FOR_NEXT": False}
-    yield Case("decode-fp16-64", split_kernel, types, constants, {"num_warps": 4})
-    types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
-    constants = {**half, "M": 128, "N": 32, "Q_DONE": False}
-    yield Case("prefill-fp16-64", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
-    constants = {"V": 128256, "BLOCK": 4096}
-    yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
-    yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
-    types = "*fp32 *fp32 *u8 *i64 *fp64 *fp64 *fp64 *i64 i32"
-    yield Case("draw-wide", wide_kernel, types, {"V": 128256, "BLOCK": 4096}, {"num_warps": 8})
-    yield Case("silu-mul", silu_mul_kernel, "*bf16 *bf16 i32", {"WIDTH": 14336, "BLOCK": 1024})
+        yield Case(f"expand-fp32-{blocks}", expand_blocks_kernel, _LISTS.replace("bf16", "fp32"), constants, options)
 
 
 def _gates(capability: int) -> Iterator[Case]:
@@ -168,6 +140,61 @@ def _gates(capability: int) -> Iterator[Case]:
         name = f"gate-{tile.rows}x{tile.ranks}-{blocks}-{items}"
         yield Case(name, gate_blocks_kernel, types, constants, {"num_warps": cut.warps})
     yield Case("mark-rows", mark_rows_kernel, "*i32 *i32 *i32", {"M": 64}, {"num_warps": 1})
+
+
+def _linears() -> Iterator[Case]:
+    types = "*bf16 *bf16 *bf16 *bf16 *fp32 *i32 i32 i32"
+    for rows_of_x, bias in ((8, False), (16, True), (32, False)):
+        few = LinearCut(64, 128, 4, 4, head=256 if rows_of_x <= 16 else 128)
+        constants = linear_constants(rows_of_x, 4096, 4096, few, bias=bias, for_next=True, f32_dot=False)
+        options = {"num_warps": few.warps, "num_stages": few.stages}
+        yield Case(f"linear-{rows_of_x}", linear_kernel, types, constants, options)
+
+
+def _attention() -> Iterator[Case]:
+    heads = {"G": 8, "HEADS": 4, "D": 128, "DP": 128, "PAGE": 16, "N": 64, "F32_DOT": False}
+    for splits, out in ((1, "*bf16"), (8, "*fp32")):
+        types = f"*bf16 *bf16 *i32 *i32 {out} *fp32 i32 i32 i32 i32 fp32"
+        constants = {**heads, "M": 16, "SPLITS": splits, "FOR_NEXT": False}
+        yield Case(f"decode-{splits}", split_kernel, types, constants, {"num_warps": 4})
+    types = "*bf16 *bf16 *i32 *i32 *bf16 *fp32 i32 i32 i32 i32 fp32"
+    for for_next in (False, True):
+        constants = {**heads, "N": 32, "M": 16, "SPLITS": 1, "FOR_NEXT": for_next}
+        name = f"decode-many-{for_next}"
+        yield Case(name, split_kernel, types, constants, {"num_warps": 1, "num_stages": 2})
+    yield Case(
+        "decode-join", join_kernel, "*fp32 *fp32 *bf16", {"D": 128, "DP": 128, "X": 8, "XP": 8}, {"num_warps": 2}
+    )
+    types = "*bf16 *bf16 *i32 *i32 *bf16 i32 i32 i32 i32 fp32"
+    for done in (False, True):
+        constants = {**heads, "M": 128, "N": 32, "Q_DONE": done}
+        yield Case(f"prefill-{done}", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
+    half = {**heads, "D": 64, "DP": 64, "HEADS": 3, "G": 3}
+    types = "*fp16 *fp16 *i32 *i32 *fp16 *fp32 i32 i32 i32 i32 fp32"
+    constants = {**half, "M": 16, "SPLITS": 1, "FOR_NEXT": False}
+    yield Case("decode-fp16-64", split_kernel, types, constants, {"num_warps": 4})
+    types = "*fp16 *fp16 *i32 *i32 *fp16 i32 i32 i32 i32 fp32"
+    constants = {**half, "M": 128, "N": 32, "Q_DONE": False}
+    yield Case("prefill-fp16-64", prefill_kernel, types, constants, {"num_warps": 4, "num_stages": 5})
+
+
+def _norms_and_rope() -> Iterator[Case]:
+    for residual in (False, True):
+        constants = {"D": 4096, "BLOCK": 4096, "RESIDUAL": residual}
+        name = "rms-norm-residual" if residual else "rms-norm"
+        yield Case(name, rms_norm_kernel, "*bf16 *bf16 *bf16 *bf16 i32 fp32", constants, {"num_warps": 8})
+    types = "*bf16 *bf16 *i32 *i32 *fp32 *fp32 *bf16 *bf16 i32 i32 i32 fp32"
+    for norm in (False, True):
+        constants = {"H": 32, "G": 8, "D": 128, "HP": 32, "FP": 64, "PAGE": 16, "NORM": norm}
+        yield Case(f"rope-{'norm' if norm else 'plain'}", rope_kernel, types, constants)
+
+
+def _draws() -> Iterator[Case]:
+    constants = {"V": 128256, "BLOCK": 4096}
+    yield Case("argmax-parts", parts_kernel, "*bf16 *fp32 *i32 i32", constants)
+    yield Case("argmax-pick", pick_kernel, "*fp32 *i32 *i32 *i32 *i32", {"P": 32, "PP": 32}, {"num_warps": 1})
+    types = "*fp32 *fp32 *u8 *i64 *fp64 *fp64 *fp64 *i64 i32"
+    yield Case("draw-wide", wide_kernel, types, {"V": 128256, "BLOCK": 4096}, {"num_warps": 8})
 
 
 def compile_case(case: Case, capability: int) -> Compiled:
