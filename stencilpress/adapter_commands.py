@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import click
 
+from stencilpress.alias_commands import move
 from stencilpress.commands import (
     Place,
     json_option,
@@ -20,7 +21,7 @@ from stencilpress.commands import (
     with_catalog,
 )
 from stencilpress.engine.settings import PREFIX, EngineSettings, read_settings
-from stencilpress.version_commands import move, tenant_option, with_tenant
+from stencilpress.version_commands import tenant_option, with_tenant
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base

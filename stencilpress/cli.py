@@ -12,6 +12,7 @@ import click
 from stencilpress import __version__
 from stencilpress.adapter_commands import adapter
 from stencilpress.alert_commands import alert
+from stencilpress.alias_commands import alias
 from stencilpress.backup_commands import backup, restore
 from stencilpress.catalog_commands import audit, catalog
 from stencilpress.commands import Commands, Place, place_options, schema_refusals_told
@@ -20,8 +21,7 @@ from stencilpress.serving import engine, gateway, pull_base, serve
 from stencilpress.tenant_commands import tenant
 from stencilpress.usage_commands import usage
 from stencilpress.user_commands import user
-from stencilpress.version_commands import alias
-from stencilpress.version_file_commands import version
+from stencilpress.version_commands import version
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -1,4 +1,4 @@
-"""``stencilpress version`` and ``stencilpress alias``: what happens to an adapter after it was added."""
+"""``stencilpress version``: what a version is and brings along, and its files in the data folder of this machine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ from stencilpress.commands import (
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
-    from stencilpress.gateway.catalog.canaries import Comparison
-    from stencilpress.gateway.catalog.records import (
-        Alias,
-        AliasTarget,
-        Expected,
-        SmokeRun,
-        Tenant,
-    )
+    from stencilpress.gateway.catalog.records import KeptFiles, SmokeRun, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
 T = TypeVar("T")
@@ -40,8 +33,6 @@ ENGINE_LIMIT_S = 30.0
 """How long a command waits for a running server's engine."""
 
 tenant_option = click.option("--tenant", "tenant_name", required=True, metavar="NAME", help="Whose adapter.")
-_expect_option = click.option("--expect", type=click.IntRange(0), help="Only if it points at this version; 0: at none.")
-_reason_option = click.option("--reason", default="", help="Why, for the history.")
 
 
 def with_tenant(place: Place, name: str, work: Callable[[Database, Tenant], Awaitable[T]]) -> T:
@@ -59,7 +50,7 @@ def version() -> None:
     """Versions of an adapter."""
 
 
-def version_command(name: str) -> Callable[[F], F]:
+def _version_command(name: str) -> Callable[[F], F]:
     """A command on ``NAME@NUMBER`` of a tenant that can print JSON."""
 
     def make(command: F) -> F:
@@ -70,7 +61,7 @@ def version_command(name: str) -> Callable[[F], F]:
     return make
 
 
-@version_command("show")
+@_version_command("show")
 def version_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Show a version with what it brings along for requests that leave it out."""
     show_one(_view(place, ref, tenant_name), as_json)
@@ -107,7 +98,7 @@ def version_defaults(place: Place, ref: str, file: Any, tenant_name: str, as_jso
     tell(f"set the defaults of {ref}", _view(place, ref, tenant_name), as_json)
 
 
-@version_command("delete")
+@_version_command("delete")
 def version_delete(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Take a version out of use; it can be restored until it is purged. Refused while an alias points at it."""
     from stencilpress.gateway.catalog.lifecycle import delete_version
@@ -119,7 +110,7 @@ def version_delete(place: Place, ref: str, tenant_name: str, as_json: bool) -> N
     tell(f"deleted {ref}", _view(place, ref, tenant_name, deleted=True), as_json)
 
 
-@version_command("restore")
+@_version_command("restore")
 def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Bring a deleted version back."""
     from stencilpress.gateway.catalog.lifecycle import restore_version
@@ -131,7 +122,93 @@ def version_restore(place: Place, ref: str, tenant_name: str, as_json: bool) -> 
     tell(f"restored {ref}", _view(place, ref, tenant_name), as_json)
 
 
-def blob_of(place: Place, digest: str) -> Path:
+@_version_command("contents")
+def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
+    """Show the projections that a version adapts, with their ranks; as JSON its config, too."""
+    from stencilpress.gateway.lifecycle.contents import read_contents
+
+    stored, files = _stored(place, ref, tenant_name)
+    found = asyncio.run(read_contents(stored, files, _blob_of(place, stored.digest)))
+    if as_json:
+        show_one(found, as_json)
+        return
+    show(found.modules, as_json)
+
+
+def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, KeptFiles]:
+    """A version with what the catalog keeps of its files."""
+    from stencilpress.gateway.catalog.adapters import get_adapter
+    from stencilpress.gateway.catalog.records import find_version_of
+    from stencilpress.gateway.catalog.version_files import find_files
+    from stencilpress.gateway.names import parse_version_ref
+
+    name, number = parse_version_ref(ref)
+
+    async def work(db: Database, owner: Tenant) -> tuple[Version, KeptFiles]:
+        found = find_version_of(await get_adapter(db, owner.id, name), number)
+        return found, await find_files(db, owner.id, name, number)
+
+    return with_tenant(place, tenant_name, work)
+
+
+@version.command("diff")
+@place_options
+@click.argument("ref", metavar="NAME@NUMBER")
+@click.argument("other", type=click.IntRange(1))
+@tenant_option
+@json_option
+def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: bool) -> None:
+    """Show what differs from a version to the OTHER one: config, modules, and how far each delta has moved."""
+    from stencilpress.gateway.lifecycle.diff import Side, diff_versions
+    from stencilpress.gateway.lifecycle.originals import config_of
+    from stencilpress.gateway.worker_process import WorkerError
+
+    left = _stored(place, ref, tenant_name)
+    right = _stored(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
+    base = _base_of(place, left[0].base_id)
+    blobs = [(files, _blob_of(place, stored.digest)) for stored, files in (left, right)]
+    sides = [Side(blob, config_of(files, blob)) for files, blob in blobs]
+    try:
+        found = asyncio.run(diff_versions(sides[0], sides[1], base.folder, "auto"))
+    except (WorkerError, TimeoutError) as error:
+        raise click.ClickException(f"the versions could not be compared: {error}") from error
+    if as_json:
+        show_one(found, as_json)
+        return
+    if found.config is not None:
+        show(found.config, as_json)
+    show(found.deltas, as_json)
+
+
+@version.command("download")
+@place_options
+@click.argument("ref", metavar="NAME@NUMBER")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@tenant_option
+@json_option
+def version_download(place: Place, ref: str, folder: Path, tenant_name: str, as_json: bool) -> None:
+    """Write the two files of a version into FOLDER as they were uploaded. No file there is replaced."""
+    from stencilpress.gateway.enrol import FILES
+    from stencilpress.gateway.lifecycle.originals import open_file
+
+    stored, files = _stored(place, ref, tenant_name)
+    blob = _blob_of(place, stored.digest)
+    sizes: dict[str, int] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            found = open_file(name, files, blob)
+            if found is None:
+                raise click.ClickException(f"the files of {ref} were not kept; adding the same files again keeps them")
+            with (folder / name).open("xb") as target:
+                target.writelines(found.chunks)
+            sizes[name] = found.size_bytes
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or folder}: {error.strerror}") from error
+    tell(f"wrote {' and '.join(sizes)} to {folder}", {"folder": str(folder), "files": sizes}, as_json)
+
+
+def _blob_of(place: Place, digest: str) -> Path:
     """Where a version's files lie. Raises :class:`click.ClickException` if they are not here."""
     from stencilpress.gateway.blobs import BlobStore
 
@@ -141,20 +218,20 @@ def blob_of(place: Place, digest: str) -> Path:
     return folder
 
 
-@version_command("smoke")
+@_version_command("smoke")
 def version_smoke(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Ask a version its adapter's smoke prompts, on the running server's engine."""
     from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
     from stencilpress.gateway.names import parse_version_ref
 
     name, number = parse_version_ref(ref)
-    run = with_tenant(place, tenant_name, lambda db, owner: _smoke(place, db, owner, name, number))
+    run = with_tenant(place, tenant_name, lambda db, owner: smoke(place, db, owner, name, number))
     tell(f"{ref} {'passed' if run.passed else 'failed'}", SmokeRunView.of(run), as_json)
     if not run.passed:
         raise click.exceptions.Exit(1)
 
 
-@version_command("smoke-runs")
+@_version_command("smoke-runs")
 def version_smoke_runs(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """List the last runs of the smoke prompts for a version, newest first."""
     from stencilpress.gateway.api.admin.adapter_views import SmokeRunView
@@ -166,7 +243,7 @@ def version_smoke_runs(place: Place, ref: str, tenant_name: str, as_json: bool) 
     show([SmokeRunView.of(one) for one in runs], as_json, ("at", "passed", "suite_revision"))
 
 
-async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: int) -> SmokeRun:
+async def smoke(place: Place, db: Database, owner: Tenant, name: str, number: int) -> SmokeRun:
     """Run the suite through a client of the first engine, which must have the version's files to read."""
     from stencilpress.engine.client import EngineClient
     from stencilpress.gateway.catalog.adapters import get_adapter
@@ -175,14 +252,14 @@ async def _smoke(place: Place, db: Database, owner: Tenant, name: str, number: i
     from stencilpress.gateway.tokenizer import ModelTokenizer
 
     socket = _engine_socket(place)
-    blob_of(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
+    _blob_of(place, find_version_of(await get_adapter(db, owner.id, name), number).digest)
     async with EngineClient(socket) as engine:
         try:
             async with asyncio.timeout(ENGINE_LIMIT_S):
                 base_id = (await engine.wait_ready()).base_id
         except TimeoutError:
             raise click.ClickException("the server's engine does not answer") from None
-        tokenizer = ModelTokenizer(base_of(place, base_id).folder)
+        tokenizer = ModelTokenizer(_base_of(place, base_id).folder)
         return await run_for(db, engine, tokenizer, owner, name, number, base_id, actor=operator_here())
 
 
@@ -194,184 +271,10 @@ def _engine_socket(place: Place) -> Path:
     return socket
 
 
-def base_of(place: Place, base_id: str) -> Base:
+def _base_of(place: Place, base_id: str) -> Base:
     from stencilpress.bases import find_base
 
     base = find_base(place.data.models, base_id)
     if base is None:
         raise click.ClickException(f"the base {base_id!r} is not in this data folder")
     return base
-
-
-@click.group()
-def alias() -> None:
-    """Names that point at versions."""
-
-
-def _alias_command(name: str) -> Callable[[F], F]:
-    """A command on ``NAME@ALIAS`` of a tenant that can print JSON."""
-
-    def make(command: F) -> F:
-        ref = click.argument("ref", metavar="NAME@ALIAS")
-        made: F = alias.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
-        return made
-
-    return make
-
-
-def _parts(ref: str) -> tuple[str, str]:
-    name, separator, alias_name = ref.partition("@")
-    if not separator:
-        raise click.UsageError(f"expected NAME@ALIAS such as helper@prod, got {ref!r}")
-    return name, alias_name
-
-
-@_alias_command("show")
-def alias_show(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
-    """Show where an alias points."""
-    from stencilpress.gateway.api.admin.adapter_views import alias_view
-    from stencilpress.gateway.catalog.adapters import get_adapter
-
-    name, alias_name = _parts(ref)
-    adapter = with_tenant(place, tenant_name, lambda db, owner: get_adapter(db, owner.id, name))
-    if alias_name not in adapter.aliases:
-        raise click.ClickException(f"alias: {ref} does not exist")
-    show_one(alias_view(adapter, alias_name), as_json)
-
-
-@alias.command("move")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@click.argument("number", metavar="VERSION", type=click.IntRange(1))
-@tenant_option
-@_expect_option
-@click.option("--canary", type=click.IntRange(1), help="A second version for some of the users.")
-@click.option("--percent", type=click.IntRange(1, 100), help="How many of them, in per cent.")
-@click.option("--max-error-share", type=float, help="Take the canary back if more of its requests fail: 0.05.")
-@click.option("--max-ttft-ratio", type=float, help="Or if its p95 of the first token is so many times VERSION's: 1.5.")
-@click.option("--min-requests", type=int, default=50, show_default=True, help="Of the canary; fewer decide nothing.")
-@click.option("--window-s", type=int, default=600, show_default=True, help="Only requests of so many seconds count.")
-@_reason_option
-@json_option
-def alias_move(
-    place: Place,
-    ref: str,
-    number: int,
-    tenant_name: str,
-    expect: int | None,
-    canary: int | None,
-    percent: int | None,
-    reason: str,
-    as_json: bool,
-    **limits: Any,
-) -> None:
-    """Point an alias at a VERSION, with a canary or without.
-
-    A version that `prod` has not served must pass the smoke prompts; they run on the running server's engine.
-    """
-    from stencilpress.gateway.catalog.records import AliasTarget, Canary, CanaryGuard, Expected
-
-    if (canary is None) != (percent is None):
-        raise click.UsageError("--canary and --percent go together")
-    guarded = any(limits[name] is not None for name in ("max_error_share", "max_ttft_ratio"))
-    if guarded and canary is None:
-        raise click.UsageError("--max-error-share and --max-ttft-ratio need --canary")
-    guard = CanaryGuard(**limits) if guarded else None
-    second = Canary(canary, percent, guard) if canary is not None and percent is not None else None
-    target = AliasTarget(number, second)
-    moved = move(place, ref, tenant_name, target, Expected(version=expect), reason)
-    _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
-
-
-def move(place: Place, ref: str, tenant_name: str, target: AliasTarget, expected: Expected, reason: str = "") -> Alias:
-    """Point an alias at a version, past its smoke prompts. Raises an ``ApiError``."""
-    from stencilpress.gateway.lifecycle.gatekeeper import move_past_gate
-
-    name, alias_name = _parts(ref)
-
-    async def work(db: Database, owner: Tenant) -> Alias:
-        async def smoke(number: int) -> SmokeRun:
-            return await _smoke(place, db, owner, name, number)
-
-        return await move_past_gate(
-            db, owner.id, name, alias_name, target, smoke, expected=expected, reason=reason, actor=operator_here()
-        )
-
-    return with_tenant(place, tenant_name, work)
-
-
-@alias.command("canary")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@tenant_option
-@json_option
-def alias_canary(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
-    """Show how an alias's canary does beside its version, and what its guard says."""
-    from datetime import UTC, datetime
-
-    from stencilpress.gateway.api.admin.canary import CanaryReport
-    from stencilpress.gateway.catalog.canaries import compare_canary
-
-    name, alias_name = _parts(ref)
-
-    async def work(db: Database, owner: Tenant) -> Comparison:
-        return await compare_canary(db, owner.id, name, alias_name, datetime.now(UTC))
-
-    show_one(CanaryReport.of(with_tenant(place, tenant_name, work)), as_json)
-
-
-@alias.command("rollback")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@tenant_option
-@_expect_option
-@_reason_option
-@json_option
-def alias_rollback(place: Place, ref: str, tenant_name: str, expect: int | None, reason: str, as_json: bool) -> None:
-    """Take the last move of an alias back; repeated, the one before it."""
-    from stencilpress.gateway.catalog.aliases import roll_back
-    from stencilpress.gateway.catalog.records import Expected
-
-    name, alias_name = _parts(ref)
-    options: dict[str, Any] = {"expected": Expected(version=expect), "reason": reason, "actor": operator_here()}
-    moved = with_tenant(place, tenant_name, lambda db, owner: roll_back(db, owner.id, name, alias_name, **options))
-    _tell_alias(f"{ref} is {moved.adapter}@{moved.target.version}", moved, as_json)
-
-
-def _tell_alias(text: str, moved: Alias, as_json: bool) -> None:
-    from stencilpress.gateway.api.admin.adapter_views import AliasView
-
-    tell(text, AliasView.of(moved), as_json)
-
-
-@alias.command("remove")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@tenant_option
-@_expect_option
-def alias_remove(place: Place, ref: str, tenant_name: str, expect: int | None) -> None:
-    """Take an alias away; requests that name it get a 404."""
-    from stencilpress.gateway.catalog.aliases import remove_alias
-    from stencilpress.gateway.catalog.records import Expected
-
-    name, alias_name = _parts(ref)
-    options: dict[str, Any] = {"expected": Expected(version=expect), "actor": operator_here()}
-    with_tenant(place, tenant_name, lambda db, owner: remove_alias(db, owner.id, name, alias_name, **options))
-    click.echo(f"removed {ref}")
-
-
-@alias.command("history")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@tenant_option
-@click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True, help="Newest moves to list.")
-@json_option
-def alias_history(place: Place, ref: str, tenant_name: str, limit: int, as_json: bool) -> None:
-    """List the moves of an alias, newest first."""
-    from stencilpress.gateway.api.admin.adapter_views import AliasMoveView
-    from stencilpress.gateway.catalog.aliases import list_moves
-
-    name, alias_name = _parts(ref)
-    moves = with_tenant(place, tenant_name, lambda db, owner: list_moves(db, owner.id, name, alias_name, limit=limit))
-    columns = ("at", "kind", "version", "canary", "actor", "reason")
-    show([AliasMoveView.of(one) for one in moves], as_json, columns)
