@@ -140,6 +140,7 @@ def _gated(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def mark_rows_kernel(counts_ptr, blocks_ptr, in_blocks_ptr, M: tl.constexpr, PDL: tl.constexpr):
+    """A program writes 1 for the rows of a block; the others' marks stay as they were."""
     if PDL:
         gdc_wait()
     block, m = tl.program_id(0), tl.arange(0, M)
@@ -207,8 +208,8 @@ def sgmv_silu_mul(
         raise ValueError(f"a gate takes two projections of one width in blocks of rows, not {shape}, {work.tile}")
     blocks, (rows, ranks) = work.blocks_B4.shape[0], work.tile
     if cut is None:
-        whole = pool.dtype == torch.float32
-        cut = choose_gate_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device), f32=whole)
+        f32 = pool.dtype == torch.float32
+        cut = choose_gate_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device), f32=f32)
     constants = gate_constants(shape, work.tile, cut)
     planes = work.max_items * 2 * divide_up(shape.in_features, cut.part)
     partial = torch.empty(planes * rows * ranks, dtype=torch.float32, device=y_TO.device)

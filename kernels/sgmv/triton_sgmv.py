@@ -142,8 +142,8 @@ def sgmv(
             cuda_sgmv.rows(y_TO, x_TD, pool, work, entry, shape)
             return
         blocks = work.blocks_B4.shape[0]
-        whole = pool.dtype == torch.float32
-        cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device), f32=whole)
+        f32 = pool.dtype == torch.float32
+        cut = choose_cut(shape, work.tile, blocks, work.max_items, warp_groups=hopper(y_TO.device), f32=f32)
     rows, ranks = work.tile
     parts = divide_up(shape.in_features, cut.part)
     planes = work.max_items * len(shape.out_features) * parts

@@ -49,7 +49,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Tenant:
-    """``depth`` requests of it are always there, for adapters that are all at home on its ``homes`` in turn."""
+    """``depth`` requests of it are always there, each for one of its adapters, "" for the base."""
 
     weight: float
     depth: int
