@@ -75,9 +75,9 @@ async def restore_version(request: web.Request) -> web.StreamResponse:
 async def get_file(request: web.Request) -> web.StreamResponse:
     try:
         sent: web.StreamResponse = await _ask(request, get_version_file, file=request.match_info["file"])
+    except NotFoundError:
+        raise
     except ApiError as error:
-        if isinstance(error, NotFoundError):
-            raise
         return redirect(request, _here(request), shown_beside_form(error).message, "bad")
     return sent
 
