@@ -10,7 +10,8 @@ import statistics
 
 import pytest
 
-from tests.unit.simulator import VOCAB, Client, Engine, make_engine
+from tests.unit.simulator import Client, Engine, make_engine
+from tests.unit.virtual_device import VOCAB
 
 PAGES = 3
 """Of one adapter."""

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.unit.simulator import VOCAB, Client, Engine, code, make_engine
+from tests.unit.simulator import Client, Engine, code, make_engine
+from tests.unit.virtual_device import VOCAB
 
 
 def test_a_parked_gateway_is_not_planned_and_loses_nothing() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stencilpress.engine.plan import Fetched, FetchOrder
-from tests.unit.simulator import Engine, Storm, check_nothing_is_left, code, make_engine, settle, shape
+from tests.unit.simulator import Engine, code, make_engine, shape
+from tests.unit.storm import Storm, check_nothing_is_left, settle
 
 
 def is_kept(engine: Engine, adapter: str) -> bool:

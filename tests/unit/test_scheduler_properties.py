@@ -15,7 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stencilpress.engine.limits import Limits
-from tests.unit.simulator import LIMITS, VOCAB, Client, Engine, Storm, check_nothing_is_left
+from tests.unit.simulator import LIMITS, Client, Engine
+from tests.unit.storm import Storm, check_nothing_is_left
+from tests.unit.virtual_device import VOCAB
 
 EXAMPLES = 20
 STEPS = 5_000

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.simulator import VOCAB, Client, Engine, code, make_engine, shape
+from tests.unit.simulator import Client, Engine, code, make_engine, shape
+from tests.unit.virtual_device import VOCAB
 
 
 def flood(engine: Engine, tenant: int, depth: int, *, tokens: int = 16, **asked: object) -> list[Client]:

@@ -45,7 +45,7 @@ from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.worker import MAX_FAILED_STEPS, DeviceLostError, Worker
 from tests.fakes.engine import Options, listen
 from tests.fakes.peer import Peer
-from tests.unit.simulator import VOCAB, Device, Loader, expected_text
+from tests.unit.virtual_device import VOCAB, Device, Loader, expected_text
 
 TURNS = 5000
 
