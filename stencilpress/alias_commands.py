@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stencilpress.commands import F, Place, json_option, operator_here, place_options, show, show_one, tell
-from stencilpress.version_commands import smoke, tenant_option, with_tenant
+from stencilpress.commands import Place, json_option, operator_here, place_options, show, show_one, tell
+from stencilpress.version_commands import ref_command, smoke, tenant_option, with_tenant
 
 if TYPE_CHECKING:
     from stencilpress.gateway.catalog.canaries import Comparison
@@ -24,15 +24,7 @@ def alias() -> None:
     """Names that point at versions."""
 
 
-def _alias_command(name: str) -> Callable[[F], F]:
-    """A command on ``NAME@ALIAS`` of a tenant that can print JSON."""
-
-    def make(command: F) -> F:
-        ref = click.argument("ref", metavar="NAME@ALIAS")
-        made: F = alias.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
-        return made
-
-    return make
+_alias_command = partial(ref_command, alias, "NAME@ALIAS")
 
 
 def _parts(ref: str) -> tuple[str, str]:
@@ -116,11 +108,7 @@ def move(place: Place, ref: str, tenant_name: str, target: AliasTarget, expected
     return with_tenant(place, tenant_name, work)
 
 
-@alias.command("canary")
-@place_options
-@click.argument("ref", metavar="NAME@ALIAS")
-@tenant_option
-@json_option
+@_alias_command("canary")
 def alias_canary(place: Place, ref: str, tenant_name: str, as_json: bool) -> None:
     """Show how an alias's canary does beside its version, and what its guard says."""
     from datetime import UTC, datetime

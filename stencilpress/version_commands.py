@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,20 +46,23 @@ def with_tenant(place: Place, name: str, work: Callable[[Database, Tenant], Awai
     return with_catalog(place, run)
 
 
+def ref_command(group: click.Group, metavar: str, name: str) -> Callable[[F], F]:
+    """A command of a group on something of a tenant, named by its only argument, that can print JSON."""
+
+    def make(command: F) -> F:
+        ref = click.argument("ref", metavar=metavar)
+        made: F = group.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
+        return made
+
+    return make
+
+
 @click.group()
 def version() -> None:
     """Versions of an adapter."""
 
 
-def _version_command(name: str) -> Callable[[F], F]:
-    """A command on ``NAME@NUMBER`` of a tenant that can print JSON."""
-
-    def make(command: F) -> F:
-        ref = click.argument("ref", metavar="NAME@NUMBER")
-        made: F = version.command(name)(place_options(ref(tenant_option(json_option(command)))))  # type: ignore[assignment]
-        return made
-
-    return make
+_version_command = partial(ref_command, version, "NAME@NUMBER")
 
 
 @_version_command("show")
