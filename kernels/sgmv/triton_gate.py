@@ -67,14 +67,7 @@ def gate_blocks_kernel(
         row_M = (block - max_blocks) * M + m
         bare_M = (row_M < num_rows) & (tl.load(in_blocks_ptr + row_M, mask=row_M < num_rows, other=1) == 0)
         if tl.max(bare_M.to(tl.int32)) > 0:
-            y_M1_ptr = y_ptr + row_M.to(tl.int64)[:, None] * y_stride
-            out_M1_ptr = out_ptr + row_M.to(tl.int64)[:, None] * N
-            for j in tl.static_range(J):
-                o_1O = (start + j * BLOCK + tl.arange(0, BLOCK))[None, :]
-                ok = bare_M[:, None] & (o_1O < N)
-                gate_MO = tl.load(y_M1_ptr + o_1O, mask=ok, other=0.0).to(tl.float32)
-                up_MO = tl.load(y_M1_ptr + N + o_1O, mask=ok, other=0.0).to(tl.float32)
-                tl.store(out_M1_ptr + o_1O, _gated(gate_MO, up_MO, y_ptr.dtype.element_ty), mask=ok)
+            _gate_bare(y_ptr, out_ptr, row_M, bare_M, start, y_stride, N, BLOCK, J)
         if PDL:
             gdc_wait()
     else:
@@ -129,6 +122,19 @@ def gate_blocks_kernel(
                     gate_MO = tl.load(y_MO_ptr, mask=inside, other=0.0, cache_modifier=".cg")
                     up_MO = tl.load(y_MO_ptr + N, mask=inside, other=0.0, cache_modifier=".cg")
                 tl.store(done_ptr, _gated(gate_acc_MO, up_acc_MO, y_ptr.dtype.element_ty), mask=done)
+
+
+@triton.jit
+def _gate_bare(y_ptr, out_ptr, row_M, bare_M, start, y_stride, N: tl.constexpr, BLOCK: tl.constexpr, J: tl.constexpr):
+    """J tiles of the rows that are in no block."""
+    y_M1_ptr = y_ptr + row_M.to(tl.int64)[:, None] * y_stride
+    out_M1_ptr = out_ptr + row_M.to(tl.int64)[:, None] * N
+    for j in tl.static_range(J):
+        o_1O = (start + j * BLOCK + tl.arange(0, BLOCK))[None, :]
+        ok = bare_M[:, None] & (o_1O < N)
+        gate_MO = tl.load(y_M1_ptr + o_1O, mask=ok, other=0.0).to(tl.float32)
+        up_MO = tl.load(y_M1_ptr + N + o_1O, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out_M1_ptr + o_1O, _gated(gate_MO, up_MO, y_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
