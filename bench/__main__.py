@@ -6,8 +6,8 @@ import importlib
 import sys
 
 BENCHES = (
-    "churn", "console", "cpu", "gateway", "kernels", "latency", "live", "memory", "parity", "punica", "report", "slora",
-    "soak", "start", "throughput",
+    "churn", "console", "cpu", "gateway", "kernels", "latency", "live", "memory", "parity", "punica", "report", "serve",
+    "slora", "soak", "start", "throughput",
 )  # fmt: skip
 
 

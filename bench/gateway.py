@@ -15,7 +15,6 @@ import json
 import os
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import uvloop
 from bench.gateway_load import Seen, Target, closed_loop, connect, drain
 from bench.gateway_memory import growth_mib_h, watch_memory
 from bench.gateway_served import BURSTS, GATEWAY_CORE, LOAD_CORE, PROMPT, TOKENS, Bench, pinned, running, wait_ready
-from bench.results import Result, median_result, record
+from bench.results import Result, median_result, percentile, record
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 
@@ -39,10 +38,6 @@ GIVES_WAY = ("nice", "-n", "19")
 INTERVAL_MS = 20.0
 PAUSE_S = 0.04
 """Between a stream and the next on its connection, on average."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 
 def check(seen: Sequence[Seen], tokens: int, text: str = "") -> int:

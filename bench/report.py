@@ -23,6 +23,7 @@ drift with a machine's neighbours, so peers are measured in the same run, round 
 | `python -m bench slora`, `punica` | the workloads of S-LoRA (arXiv 2311.03285) and Punica (arXiv 2310.18547) |
 | `python -m bench start`, `memory` | process start to ready; what 128 adapters of mixed ranks hold |
 | `python -m bench kernels` | single kernels against float64 and the memory's bandwidth |
+| `python -m bench serve` | `stencilpress serve` end to end: its answers against PEFT's, load over 64 adapters |
 | `python -m bench cpu` | the whole HTTP path on this machine's CPU |
 | `python -m bench gateway` | the gateway alone on one core before an engine that costs nothing, `--litellm` beside it |
 | `python -m bench gateway --cases memory --minutes 10` | what the gateway holds over minutes of streams |
@@ -30,9 +31,9 @@ drift with a machine's neighbours, so peers are measured in the same run, round 
 | `python -m bench console` | lists and series of the admin API on PostgreSQL, with any number of usage rows |
 | `python -m bench live` | what live pictures cost a gateway, and a picture of its pool an engine |
 
-On a GPU the base is `--shape llama3-8b`, with random weights made on the device, or `--model FOLDER`. `--peer peft` and
-`--peer vllm` measure those on the same requests afterwards, where they are installed. `--record` appends to
-`bench/results/`.
+On a GPU the base is `--shape llama3-8b`, with random weights made on the device, or `--model FOLDER`; `serve` has a
+random Llama of 1.2 billion parameters. `--peer peft` and `--peer vllm` measure those on the same requests afterwards,
+where they are installed. `--record` appends to `bench/results/`.
 """
 
 

@@ -52,6 +52,11 @@ def median_result(
     )
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of them lie, interpolated; ``share`` in thousandths."""
+    return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
+
+
 def record(results: Iterable[Result], packages: Sequence[str]) -> None:
     """Append results with commit, date and the versions of ``packages`` to their files."""
     stamp = {"commit": _commit(), "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,27 @@ def save_base(folder: Path) -> Path:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(
+    folder: Path, texts: Iterable[str] = (), *, vocab_size: int = 30_000, template: str = TEMPLATE
+) -> int:
+    """A byte-level tokenizer of at most so many tokens, merged as often as ``texts`` give; returns how many it has."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=[EOS]))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[EOS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": TEMPLATE}))
-    return folder
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": template}))
+    return tokenizer.get_vocab_size()
 
 
 def save_adapter(folder: Path, base: Path, *, seed: int, declared: str | None = BASE_ID, **changes: Any) -> Path:

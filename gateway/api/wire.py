@@ -98,10 +98,10 @@ def _chat_logprobs(tokens: Sequence[ShownToken], table: TokenTable) -> dict[str,
 
 def _completion_logprobs(tokens: Sequence[ShownToken], table: TokenTable) -> dict[str, Any]:
     return {
-        "tokens": [_spelling(table.token_bytes(shown.token)) for shown in tokens],
+        "tokens": [spelling(table.token_bytes(shown.token)) for shown in tokens],
         "token_logprobs": [max(shown.logprob, LEAST_LOGPROB) for shown in tokens],
         "top_logprobs": [
-            {_spelling(table.token_bytes(token)): max(logprob, LEAST_LOGPROB) for token, logprob in shown.top}
+            {spelling(table.token_bytes(token)): max(logprob, LEAST_LOGPROB) for token, logprob in shown.top}
             for shown in tokens
         ],
         "text_offset": [shown.offset for shown in tokens],
@@ -110,10 +110,10 @@ def _completion_logprobs(tokens: Sequence[ShownToken], table: TokenTable) -> dic
 
 def _spelled(token: int, logprob: float, table: TokenTable) -> dict[str, Any]:
     data = table.token_bytes(token)
-    return {"token": _spelling(data), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
+    return {"token": spelling(data), "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}
 
 
-def _spelling(data: bytes) -> str:
+def spelling(data: bytes) -> str:
     """A token's text; a token that is a part of a character is spelled as OpenAI does, ``bytes:\\xe2\\x80``."""
     try:
         return data.decode()
