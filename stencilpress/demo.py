@@ -20,7 +20,7 @@ from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.blobs import BlobStore
 from stencilpress.gateway.catalog.adapter_lists import list_served
 from stencilpress.gateway.catalog.adapters import get_adapter
-from stencilpress.gateway.catalog.records import KeptFiles, Tenant
+from stencilpress.gateway.catalog.records import StoredFiles, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant, get_tenant
 from stencilpress.gateway.catalog.version_files import find_files
@@ -146,7 +146,7 @@ async def _is_enrolled(db: Database, blobs: BlobStore, tenant: Tenant, folder: P
     return False
 
 
-def _is_of(files: KeptFiles, blob: Path, folder: Path) -> bool:
+def _is_of(files: StoredFiles, blob: Path, folder: Path) -> bool:
     """Whether a version with these files and this blob was made of the two in ``folder``. Blocks."""
     try:
         weights = weights_of(files, blob)

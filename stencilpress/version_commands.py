@@ -25,7 +25,7 @@ from stencilpress.commands import (
 
 if TYPE_CHECKING:
     from stencilpress.bases import Base
-    from stencilpress.gateway.catalog.records import KeptFiles, SmokeRun, Tenant, Version
+    from stencilpress.gateway.catalog.records import SmokeRun, StoredFiles, Tenant, Version
     from stencilpress.gateway.catalog.session import Database
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) ->
     show(found.modules, as_json)
 
 
-def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, KeptFiles]:
+def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, StoredFiles]:
     """A version with what the catalog keeps of its files."""
     from stencilpress.gateway.catalog.adapters import get_adapter
     from stencilpress.gateway.catalog.records import find_version_of
@@ -148,7 +148,7 @@ def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, KeptFile
 
     name, number = parse_version_ref(ref)
 
-    async def work(db: Database, owner: Tenant) -> tuple[Version, KeptFiles]:
+    async def work(db: Database, owner: Tenant) -> tuple[Version, StoredFiles]:
         found = find_version_of(await get_adapter(db, owner.id, name), number)
         return found, await find_files(db, owner.id, name, number)
 

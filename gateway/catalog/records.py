@@ -101,7 +101,7 @@ class VersionFiles:
     """The JSON at the head of ``adapter_model.safetensors``, deflated (zlib)."""
 
 
-KeptFiles = VersionFiles | Literal["in blob"] | None
+StoredFiles = VersionFiles | Literal["in blob"] | None
 """What is kept of a version's files. In the blob: it is from before they were kept, and was the first with its content.
 None: nothing."""
 

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, and_, delete, exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog.models import AdapterRow, VersionFilesRow, VersionRow
-from stencilpress.gateway.catalog.records import KeptFiles, VersionFiles
+from stencilpress.gateway.catalog.records import StoredFiles, VersionFiles
 from stencilpress.gateway.catalog.session import Database
 
 
@@ -25,7 +25,7 @@ async def keep_files(session: AsyncSession, version: VersionRow, files: VersionF
         row.config, row.weights_header = files.config, files.weights_header
 
 
-async def find_files(db: Database, tenant_id: int, adapter: str, number: int) -> KeptFiles:
+async def find_files(db: Database, tenant_id: int, adapter: str, number: int) -> StoredFiles:
     """What a version was uploaded as; None where that was not kept, and for another tenant's."""
     query = select(VersionFilesRow).join(AdapterRow, AdapterRow.id == VersionFilesRow.adapter_id)
     query = query.where(AdapterRow.tenant_id == tenant_id, AdapterRow.name == adapter)

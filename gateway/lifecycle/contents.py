@@ -12,7 +12,7 @@ import msgspec
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME
-from stencilpress.gateway.catalog.records import KeptFiles, Version
+from stencilpress.gateway.catalog.records import StoredFiles, Version
 from stencilpress.gateway.lifecycle.originals import config_of
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
@@ -35,12 +35,12 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     modules: list[ProjectionRanks]
 
 
-async def read_contents(version: Version, files: KeptFiles, folder: Path) -> Contents:
+async def read_contents(version: Version, files: StoredFiles, folder: Path) -> Contents:
     """Of a version with its blob, whose files intake has accepted. Only headers are read. Raises ``OSError``."""
     return await asyncio.to_thread(_read, version, files, folder)
 
 
-def _read(version: Version, files: KeptFiles, folder: Path) -> Contents:
+def _read(version: Version, files: StoredFiles, folder: Path) -> Contents:
     config = config_of(files, folder)
     with (folder / WEIGHTS_NAME).open("rb") as file:
         shapes = open_safetensors(file).shapes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stencilpress.gateway.adapter_config import MAX_CONFIG_BYTES
 from stencilpress.gateway.blobs import BlobStore, StorageFullError, UploadError
-from stencilpress.gateway.catalog.records import KeptFiles, Version
+from stencilpress.gateway.catalog.records import StoredFiles, Version
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.enrol import Enrolment
@@ -132,7 +132,7 @@ class AdapterDesk:
         except OSError as error:
             raise _unreadable() from error
 
-    async def _stored(self, version: Version, tenant_id: int) -> tuple[KeptFiles, Path]:
+    async def _stored(self, version: Version, tenant_id: int) -> tuple[StoredFiles, Path]:
         """What the catalog keeps of a version's files, and the folder of its blob."""
         files = await find_files(self.db, tenant_id, version.adapter, version.number)
         return files, self.blobs.folder(version.digest)

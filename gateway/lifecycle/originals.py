@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME, MAX_CONFIG_BYTES, deciding_part
-from stencilpress.gateway.catalog.records import KeptFiles, VersionFiles
+from stencilpress.gateway.catalog.records import StoredFiles, VersionFiles
 from stencilpress.gateway.errors import InvalidRequestError
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
@@ -60,7 +60,7 @@ def leave_content(folder: Path) -> None:
             shutil.copyfileobj(uploaded, file, COPY_BYTES)
 
 
-def config_of(files: KeptFiles, blob: Path) -> bytes | None:
+def config_of(files: StoredFiles, blob: Path) -> bytes | None:
     """A version's ``adapter_config.json``, or None if it was not kept. Blocks. Raises ``OSError``."""
     if files != "in blob":
         return None if files is None else files.config
@@ -80,7 +80,7 @@ class Weights(NamedTuple):
         return len(self.head) + sum(size for _, size in self.spans)
 
 
-def weights_of(files: KeptFiles, blob: Path) -> Weights | None:
+def weights_of(files: StoredFiles, blob: Path) -> Weights | None:
     """How a version's weights were uploaded, or None if that was not kept. Blocks. Raises ``OSError``."""
     if config_of(files, blob) is None:
         return None
@@ -116,7 +116,7 @@ class UploadedFile(NamedTuple):
     chunks: Generator[bytes]
 
 
-def open_file(name: str, files: KeptFiles, blob: Path) -> UploadedFile | None:
+def open_file(name: str, files: StoredFiles, blob: Path) -> UploadedFile | None:
     """One of a version's two files, or None if they were not kept. Blocks. Raises ``OSError``."""
     if name == CONFIG_NAME:
         config = config_of(files, blob)
