@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from bench.gateway_load import Seen, Target, closed_loop, connect, drain
 from bench.gateway_memory import growth_mib_h, watch_memory
 from bench.gateway_served import BURSTS, GATEWAY_CORE, LOAD_CORE, PROMPT, TOKENS, Bench, pinned, running, wait_ready
 from bench.results import Result, median_result, percentile, record
+from bench.server import free_port
 from stencilpress.engine.client import EngineClient
 from stencilpress.engine.messages import Sampling, Submit, pack_tokens
 
@@ -221,7 +221,7 @@ def saturation_case(model_dir: Path, repeats: int, bare_port: int) -> list[Resul
 
 def litellm_case(command: Path, repeats: int) -> list[Result]:
     """LiteLLM's proxy, one worker and no database, before an upstream that paces the same frames."""
-    upstream_port, port, streams = _free_port(), _free_port(), 16
+    upstream_port, port, streams = free_port(), free_port(), 16
     base = {"model": "openai/bare", "api_key": "none", "api_base": f"http://127.0.0.1:{upstream_port}/v1"}
     keys = {"master_key": "sk-" + "0" * 32}
     settings = {"model_list": [{"model_name": "base", "litellm_params": base}], "general_settings": keys}
@@ -354,7 +354,7 @@ def main(arguments: list[str]) -> int:
         if "memory" in cases:
             results += memory_case(bench, options.minutes)
     if "saturation" in cases:
-        port = _free_port()
+        port = free_port()
         with pinned([sys.executable, "-m", "bench.gateway_bare", str(port)], GATEWAY_CORE):
             wait_ready(port)
             results += saturation_case(model_dir, options.repeats, port)
@@ -377,9 +377,3 @@ def main(arguments: list[str]) -> int:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -53,7 +53,7 @@ def median_result(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of them lie, interpolated; ``share`` in thousandths."""
+    """The value below which ``share`` of them lie, interpolated; ``share`` of 0.001 to 0.999, to the thousandth."""
     return statistics.quantiles(values, n=1000, method="inclusive")[round(share * 1000) - 1]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
 from tests.tiny import save_tokenizer
 
 BASE_ID = "bench/random-llama"
@@ -77,7 +78,7 @@ def save_adapter(model: Any, folder: Path, number: int, seed: int) -> int:
         adapted.peft_config["default"].base_model_name_or_path = BASE_ID
         adapted.save_pretrained(folder, save_embedding_layers=False)
         adapted.unload()
-    return (folder / "adapter_model.safetensors").stat().st_size
+    return (folder / WEIGHTS_NAME).stat().st_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from bench.serve_checks import Checks
 from bench.serve_client import Api, Request
 from bench.serve_models import BASE_ID, LARGE, RANKS, SMALL, Models, words
 from bench.server import Server
+from stencilpress.gateway.enrol import FILES
 
 TENANTS = 4
 
@@ -91,7 +92,7 @@ class Trial:
         """Make a version of it and promote it."""
         async with self.slots[self.tenant(adapter)]:
             form = aiohttp.FormData()
-            for name in ("adapter_config.json", "adapter_model.safetensors"):
+            for name in FILES:
                 content = (folder / name).read_bytes()
                 form.add_field("f", content, filename=name, content_type="application/octet-stream")
             await self.api.admin("POST", f"{self.path(adapter)}/versions?promote=true", data=form)

@@ -51,7 +51,7 @@ class Server:
 @contextlib.contextmanager
 def serving(data: Path, **settings: str) -> Iterator[Server]:
     """Start the server in ``data`` with ``STENCILPRESS_*`` settings; stop it with SIGINT at the end."""
-    port = _free_port()
+    port = free_port()
     environment = {**os.environ, **{f"STENCILPRESS_{name.upper()}": value for name, value in settings.items()}}
     command = [sys.executable, "-m", "stencilpress.cli", "serve", "--data", str(data), "--port", str(port)]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
@@ -66,7 +66,8 @@ def serving(data: Path, **settings: str) -> Iterator[Server]:
             process.wait(timeout=15)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this host; nobody else has it for the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
