@@ -13,6 +13,7 @@ from aiohttp import HttpVersion11, web
 from stencilpress.gateway.answer import Delta, FinishReason, ShownToken
 from stencilpress.gateway.errors import ApiError
 from stencilpress.gateway.metrics import Metrics
+from stencilpress.gateway.slow_clients import write_in_time
 
 if TYPE_CHECKING:
     from aiohttp.http import StreamWriter
@@ -39,10 +40,6 @@ def encode_text(text: str) -> bytes:
         for character, escape in _LINE_ENDS.items():
             data = data.replace(character, escape)
     return data
-
-
-class SlowClientError(ConnectionError):
-    """The client did not read for too long and was cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +100,6 @@ class ChunkEncoder:
         return self._heads[index] + members + b',"logprobs":' + logprobs + reason + self._tail
 
 
-async def write_in_time(request: web.Request, writing: Awaitable[None], limit_s: float, metrics: Metrics) -> None:
-    """Wait for a write; on time-out the connection is dropped, since nothing more can be told over it.
-
-    Raises :class:`SlowClientError`.
-    """
-    try:
-        async with asyncio.timeout(limit_s):
-            await writing
-    except TimeoutError:
-        metrics.slow_clients_cut.inc()
-        if request.transport is not None:
-            request.transport.abort()
-        raise SlowClientError("the client does not read") from None
-
-
 class _Events(web.StreamResponse):
     """Its head goes out with the first event, in one write."""
 
@@ -127,8 +109,8 @@ class _Events(web.StreamResponse):
 class EventStream:
     """A ``text/event-stream`` that begins with its first event: until then a failure still gets a status.
 
-    Several tasks may send. Sending waits for a client that reads slowly, and cuts it off after ``write_limit_s``
-    with :class:`SlowClientError`.
+    Several tasks may send. Sending waits for a client that reads slowly, and cuts off one that has taken
+    nothing for ``write_limit_s`` with ``SlowClientError``.
     """
 
     def __init__(self, request: web.Request, write_limit_s: float, metrics: Metrics) -> None:

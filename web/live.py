@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
 from stencilpress.gateway.access import Permission
 from stencilpress.gateway.errors import AuthenticationError
 from stencilpress.gateway.live_picture import EVERYBODY
 from stencilpress.gateway.services import SERVICES
+from stencilpress.gateway.slow_clients import SlowClientError, write_in_time
 from stencilpress.web.console import PREFIX
 from stencilpress.web.page import page, tenant_of
 from stencilpress.web.visitor import caller_again
@@ -37,14 +36,12 @@ async def _follow(request: web.Request, tenant_id: int) -> web.StreamResponse:
         async for picture in listener:
             try:
                 await caller_again(request)
-                async with asyncio.timeout(services.settings.write_limit_s):
-                    await response.write(b"event: now\ndata: " + picture + b"\n\n")
+                writing = response.write(b"event: now\ndata: " + picture + b"\n\n")
+                await write_in_time(request, writing, services.settings.write_limit_s, services.metrics)
             except AuthenticationError:
                 await response.write(b"event: signed-out\ndata: \n\n")
                 break
-            except TimeoutError:  # it does not read: what is buffered for it goes with the connection
-                if request.transport is not None:
-                    request.transport.abort()
+            except SlowClientError:
                 break
     return response
 

@@ -34,7 +34,8 @@ from stencilpress.gateway.keys import Principal
 from stencilpress.gateway.middleware import authenticate_token, bearer_token, to_api_error
 from stencilpress.gateway.observation import CURRENT, Observation
 from stencilpress.gateway.services import SERVICES, Services
-from stencilpress.gateway.stream import encode_text, write_in_time
+from stencilpress.gateway.slow_clients import write_in_time
+from stencilpress.gateway.stream import encode_text
 
 AUTHENTICATE_LIMIT_S = 10.0
 HEARTBEAT_S = 20.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientError
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
@@ -19,6 +22,8 @@ from tests.integration.test_gateway_failures import eventually, sample
 
 PATH = f"{ADMIN_PREFIX}/tenants/demo/adapters/pirate/versions/1/files/{WEIGHTS_NAME}"
 LARGE_BYTES = 64 << 20
+SLOW_READS, SLOW_READ_BYTES, SLOW_PAUSE_S = 40, 32 << 10, 0.1
+"""What a slow client does: some 300 KB/s."""
 
 
 async def give_files(gateway: Gateway) -> str:
@@ -77,3 +82,32 @@ async def test_other_requests_are_answered_meanwhile_and_all_of_a_file_arrives(t
             rest = await response.read()
         assert len(first + rest) == response.content_length == LARGE_BYTES
         await eventually(lambda: is_free(gateway, digest))
+
+
+async def test_a_client_that_reads_slowly_is_not_cut_off(tmp_path: Path) -> None:
+    """It takes a fraction of a mebibyte within the limit, again and again."""
+    async with running_gateway(tmp_path, write_limit_s=1.0) as gateway:
+        digest = await give_files(gateway)
+        with socket.socket() as lazy:
+            await ask(gateway, lazy)
+            await eventually(lambda: not is_free(gateway, digest))
+            lazy.setblocking(False)
+            for _ in range(SLOW_READS):
+                taken = 0
+                while taken < SLOW_READ_BYTES:
+                    taken += len(await asyncio.get_running_loop().sock_recv(lazy, SLOW_READ_BYTES - taken))
+                await asyncio.sleep(SLOW_PAUSE_S)
+            assert sample(gateway, "stencilpress_slow_clients_cut_total") == 0
+            assert not is_free(gateway, digest), "it still comes"
+
+
+async def test_a_client_is_cut_off_where_a_file_breaks_off(tmp_path: Path) -> None:
+    """Its size has been sent: without an end the client would wait for the rest."""
+    async with running_gateway(tmp_path) as gateway:
+        assert gateway.services.desk is not None
+        weights = gateway.services.desk.blobs.folder(await give_files(gateway)) / WEIGHTS_NAME
+        headers = {"Authorization": f"Bearer {(await admin_client(gateway, 'demo', Role.ADMIN)).key}"}
+        async with gateway.http.get(gateway.url + PATH, headers=headers) as response:
+            os.truncate(weights, LARGE_BYTES // 2)
+            with pytest.raises(ClientError):
+                await response.read()

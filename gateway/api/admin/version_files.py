@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from aiohttp import web
 
@@ -15,9 +16,15 @@ from stencilpress.gateway.catalog.records import find_version_of
 from stencilpress.gateway.enrol import FILES
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.lifecycle.originals import UploadedFile
-from stencilpress.gateway.stream import write_in_time
+from stencilpress.gateway.slow_clients import cut, write_in_time
 
 OCTETS = "application/octet-stream"
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenFileError(ConnectionError):
+    """A file ended before its size when its head had been sent, so the connection was cut off."""
 
 
 @operation(
@@ -42,7 +49,9 @@ async def get_version_file(call: Call) -> web.StreamResponse:
 
 
 async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse:
-    """Raises ``SlowClientError`` for a client that stops reading: it would keep the blob on this host."""
+    """Raises ``SlowClientError`` for a client that stops reading, which would keep the blob on this host, and
+    :class:`BrokenFileError` for a file that ends too early, of which the client would wait for the rest.
+    """
     response = web.StreamResponse(
         headers={
             "Content-Type": JSON if name == CONFIG_NAME else OCTETS,
@@ -54,10 +63,19 @@ async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse
     response.content_length = file.size_bytes
     await response.prepare(call.request)
     limit_s = call.services.settings.write_limit_s
-    while chunk := await asyncio.to_thread(next, file.chunks, b""):
+    while chunk := await _next_chunk(call, file):
         await write_in_time(call.request, response.write(chunk), limit_s, call.services.metrics)
     await response.write_eof()
     return response
+
+
+async def _next_chunk(call: Call, file: UploadedFile) -> bytes:
+    try:
+        return await asyncio.to_thread(next, file.chunks, b"")
+    except OSError as error:
+        logger.error("a version's file broke off in the middle of its download: %s", error)
+        cut(call.request)
+        raise BrokenFileError(str(error)) from error
 
 
 OPERATIONS = (get_version_file,)
