@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -132,11 +133,23 @@ def version_contents(place: Place, ref: str, tenant_name: str, as_json: bool) ->
     from stencilpress.gateway.lifecycle.contents import read_contents
 
     stored, files = _stored(place, ref, tenant_name)
-    found = asyncio.run(read_contents(stored, files, _blob_of(place, stored.digest)))
+    with _file_errors_told(_blob_of(place, stored.digest)) as blob:
+        found = asyncio.run(read_contents(stored, files, blob))
     if as_json:
         show_one(found, as_json)
         return
     show(found.modules, as_json)
+
+
+@contextmanager
+def _file_errors_told(folder: Path) -> Iterator[Path]:
+    """Files that are missing, damaged or in the way as what click prints; ``folder`` where no name is told."""
+    try:
+        yield folder
+    except TimeoutError:  # an OSError that is about no file
+        raise
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or folder}: {error.strerror}") from error
 
 
 def _stored(place: Place, ref: str, tenant_name: str) -> tuple[Version, StoredFiles]:
@@ -171,9 +184,10 @@ def version_diff(place: Place, ref: str, other: int, tenant_name: str, as_json: 
     right = _stored(place, f"{ref.partition('@')[0]}@{other}", tenant_name)
     base = _base_of(place, left[0].base_id)
     blobs = [(files, _blob_of(place, stored.digest)) for stored, files in (left, right)]
-    sides = [Side(blob, config_of(files, blob)) for files, blob in blobs]
     try:
-        found = asyncio.run(diff_versions(sides[0], sides[1], base.folder, "auto"))
+        with _file_errors_told(blobs[0][1].parent):
+            sides = [Side(blob, config_of(files, blob)) for files, blob in blobs]
+            found = asyncio.run(diff_versions(sides[0], sides[1], base.folder, "auto"))
     except (WorkerError, TimeoutError) as error:
         raise click.ClickException(f"the versions could not be compared: {error}") from error
     if as_json:
@@ -198,7 +212,7 @@ def version_download(place: Place, ref: str, folder: Path, tenant_name: str, as_
     stored, files = _stored(place, ref, tenant_name)
     blob = _blob_of(place, stored.digest)
     sizes: dict[str, int] = {}
-    try:
+    with _file_errors_told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             found = open_file(name, files, blob)
@@ -207,8 +221,6 @@ def version_download(place: Place, ref: str, folder: Path, tenant_name: str, as_
             with (folder / name).open("xb") as target:
                 target.writelines(found.chunks)
             sizes[name] = found.size_bytes
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or folder}: {error.strerror}") from error
     tell(f"wrote {' and '.join(sizes)} to {folder}", {"folder": str(folder), "files": sizes}, as_json)
 
 

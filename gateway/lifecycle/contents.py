@@ -13,7 +13,7 @@ from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
 from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.catalog.records import StoredFiles, Version
-from stencilpress.gateway.lifecycle.originals import config_of
+from stencilpress.gateway.lifecycle.originals import config_of, damage_told
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, open_safetensors
 
 
@@ -42,13 +42,13 @@ async def read_contents(version: Version, files: StoredFiles, folder: Path) -> C
 
 def _read(version: Version, files: StoredFiles, folder: Path) -> Contents:
     config = config_of(files, folder)
-    with (folder / WEIGHTS_NAME).open("rb") as file:
+    with (folder / WEIGHTS_NAME).open("rb") as file, damage_told(folder / WEIGHTS_NAME):
         shapes = open_safetensors(file).shapes
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for name, shape in shapes.items():
-        parts = split_tensor_name(name)
-        if parts is not None and parts.side == "A":
-            ranks[parts.projection].append(shape[0])
-    names = sorted(ranks, key=version.target_modules.index)  # their order in the file may be another uploader's
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for name, shape in shapes.items():
+            parts = split_tensor_name(name)
+            if parts is not None and parts.side == "A":
+                ranks[parts.projection].append(shape[0])
+        names = sorted(ranks, key=version.target_modules.index)  # their order in the file may be another uploader's
     modules = [ProjectionRanks(name, len(ranks[name]), sorted(set(ranks[name]))) for name in names]
     return Contents(config=None if config is None else strict_json.parse(config, CONFIG_NAME), modules=modules)

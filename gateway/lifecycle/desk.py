@@ -97,6 +97,8 @@ class AdapterDesk:
                 return await diff_versions(sides[0], sides[1], self.model_dir, self.dtype)
             except TimeoutError:
                 raise WorkerError("the comparison took too long") from None
+            except OSError as error:
+                raise _unreadable(left, error) from error
 
     async def contents(self, version: Version, tenant_id: int) -> Contents:
         """What a version consists of. Raises :class:`AdapterUnavailableError`."""
@@ -105,7 +107,7 @@ class AdapterDesk:
             try:
                 return await read_contents(version, files, blob)
             except OSError as error:
-                raise _unreadable() from error
+                raise _unreadable(version, error) from error
 
     @asynccontextmanager
     async def file(self, version: Version, name: str, tenant_id: int) -> AsyncIterator[UploadedFile]:
@@ -118,7 +120,7 @@ class AdapterDesk:
             try:
                 found = await asyncio.to_thread(open_file, name, files, blob)
             except OSError as error:
-                raise _unreadable() from error
+                raise _unreadable(version, error) from error
             if found is None:
                 text = "file: it was not kept when the version was added; uploading the same files again keeps them"
                 raise ConflictError(text, param="file", code="file_not_kept")
@@ -130,7 +132,7 @@ class AdapterDesk:
         try:
             return Side(blob, await asyncio.to_thread(config_of, files, blob))
         except OSError as error:
-            raise _unreadable() from error
+            raise _unreadable(version, error) from error
 
     async def _stored(self, version: Version, tenant_id: int) -> tuple[StoredFiles, Path]:
         """What the catalog keeps of a version's files, and the folder of its blob."""
@@ -177,5 +179,6 @@ class AdapterDesk:
                 await task
 
 
-def _unreadable() -> AdapterUnavailableError:
+def _unreadable(version: Version, error: OSError) -> AdapterUnavailableError:
+    logger.error("files of adapter %s, version %d, cannot be read: %s", version.adapter, version.number, error)
     return AdapterUnavailableError("The files of this version cannot be read.")

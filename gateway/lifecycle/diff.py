@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from stencilpress.gateway.worker_process import WorkerError, run_worker
 LIMIT_S = 60.0
 MEMORY_BYTES = 2 << 30
 CPU_S = 50
+UNREADABLE = 3
+"""Exit status of the worker: the files of a version are missing or damaged."""
 _WORKER = "stencilpress.gateway.lifecycle.diff_worker"
 
 
@@ -92,7 +95,10 @@ class Side(NamedTuple):
 
 
 async def diff_versions(left: Side, right: Side, model_dir: Path, dtype: Dtype) -> Diff:
-    """Compare two versions in a process of its own. Raises :class:`WorkerError`, ``TimeoutError``."""
+    """Compare two versions in a process of its own.
+
+    Raises :class:`WorkerError`, ``TimeoutError``, ``OSError`` for files that are missing or damaged.
+    """
     request = DiffRequest(
         left=os.fspath(left.blob),
         right=os.fspath(right.blob),
@@ -102,6 +108,8 @@ async def diff_versions(left: Side, right: Side, model_dir: Path, dtype: Dtype) 
         dtype=dtype,
     )
     status, output = await run_worker(_WORKER, msgspec.json.encode(request), LIMIT_S)
+    if status == UNREADABLE:
+        raise OSError(errno.EIO, "the files of a version are missing or damaged")
     if status:
         raise WorkerError(f"the comparison ended with status {status}")
     return msgspec.json.decode(output, type=Diff)

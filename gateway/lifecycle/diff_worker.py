@@ -24,6 +24,7 @@ from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.lifecycle.diff import (
     CPU_S,
     MEMORY_BYTES,
+    UNREADABLE,
     ConfigChange,
     DeltaChange,
     Diff,
@@ -31,6 +32,7 @@ from stencilpress.gateway.lifecycle.diff import (
     LayerRanks,
     TensorChange,
 )
+from stencilpress.gateway.lifecycle.originals import damage_told
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME, SafetensorsFile, open_safetensors
 from stencilpress.gateway.worker_process import confine, read_request
 
@@ -58,7 +60,12 @@ class _Side:
 def main() -> None:
     request = msgspec.json.decode(read_request(), type=DiffRequest)
     confine(MEMORY_BYTES, CPU_S)
-    sys.stdout.buffer.write(msgspec.json.encode(compare(request)))
+    try:
+        found = compare(request)
+    except OSError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the gateway's log
+        sys.exit(UNREADABLE)
+    sys.stdout.buffer.write(msgspec.json.encode(found))
 
 
 def compare(request: DiffRequest) -> Diff:
@@ -83,10 +90,12 @@ def compare(request: DiffRequest) -> Diff:
 
 @contextlib.contextmanager
 def _opened(folder: Path, spec: ModelSpec) -> Iterator[_Side]:
-    config = strict_json.parse((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME)
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        weights = open_safetensors(file)
-        modules, _ = resolve(spec, msgspec.convert(config, PeftConfig), weights.shapes)
+        with damage_told(folder / CONFIG_NAME):
+            config = msgspec.convert(strict_json.parse((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME), PeftConfig)
+        with damage_told(folder / WEIGHTS_NAME):
+            weights = open_safetensors(file)
+            modules, _ = resolve(spec, config, weights.shapes)
         yield _Side({module.name: module for module in modules}, weights)
 
 

@@ -7,6 +7,7 @@ version, and the fields of the config that decide nothing and the weights' metad
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import zlib
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
 
 from stencilpress.engine.image import split_tensor_name
 from stencilpress.gateway import strict_json
@@ -60,12 +63,22 @@ def leave_content(folder: Path) -> None:
             shutil.copyfileobj(uploaded, file, COPY_BYTES)
 
 
+@contextlib.contextmanager
+def damage_told(file: Path) -> Iterator[None]:
+    """A blob's file that is not what intake left there is an ``OSError``, like one that cannot be read."""
+    try:
+        yield
+    except (ValueError, KeyError, msgspec.MsgspecError) as error:
+        raise _damaged(file) from error
+
+
 def config_of(files: StoredFiles, blob: Path) -> bytes | None:
     """A version's ``adapter_config.json``, or None if it was not kept. Blocks. Raises ``OSError``."""
     if files != "in blob":
         return None if files is None else files.config
     config = (blob / CONFIG_NAME).read_bytes()
-    replaced = strict_json.parse(config, CONFIG_NAME).get(_LEFT) is False  # it had gone to the cold tier meanwhile
+    with damage_told(blob / CONFIG_NAME):
+        replaced = strict_json.parse(config, CONFIG_NAME).get(_LEFT) is False  # it had gone to the cold tier meanwhile
     return None if replaced else config
 
 
@@ -87,14 +100,16 @@ def weights_of(files: StoredFiles, blob: Path) -> Weights | None:
     with (blob / WEIGHTS_NAME).open("rb") as file:
         if not isinstance(files, VersionFiles):
             return Weights(b"", ((0, os.fstat(file.fileno()).st_size),))
-        stored = open_safetensors(file)
+        with damage_told(blob / WEIGHTS_NAME):
+            stored = open_safetensors(file)
     places = {
         split_tensor_name(one.name): (stored.data_start + one.start, one.end - one.start) for one in stored.entries
     }
     header = zlib.decompress(files.weights_header)
     own = {name: facts for name, facts in strict_json.parse(header, WEIGHTS_NAME).items() if name != _METADATA}
     names = sorted(own, key=lambda name: own[name]["data_offsets"][0])
-    spans = _joined(places[split_tensor_name(name)] for name in names)
+    with damage_told(blob / WEIGHTS_NAME):
+        spans = _joined(places[split_tensor_name(name)] for name in names)
     return Weights(len(header).to_bytes(8, "little") + header, spans)
 
 
@@ -106,7 +121,11 @@ def read_weights(weights: Weights, blob: Path) -> Generator[bytes]:
         for start, size in weights.spans:
             file.seek(start)
             for done in range(0, size, COPY_BYTES):
-                yield file.read(min(COPY_BYTES, size - done))
+                wanted = min(COPY_BYTES, size - done)
+                part = file.read(wanted)
+                if len(part) < wanted:
+                    raise _damaged(blob / WEIGHTS_NAME)
+                yield part
 
 
 class UploadedFile(NamedTuple):
@@ -150,6 +169,10 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
+
+
+def _damaged(file: Path) -> OSError:
+    return OSError(errno.EIO, "is damaged", str(file))
 
 
 def _header(file: BinaryIO) -> bytes:

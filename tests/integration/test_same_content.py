@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +259,27 @@ async def test_the_command_writes_what_was_uploaded(
     assert (again.exit_code, "exists" in again.output) == (1, True)
     shown = await run("version", "contents", "helper@1", "--json")
     assert json.loads(shown.stdout)["config"] == json.loads(config("bob"))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-4], lambda data: data[:0], lambda data: b"\xff" * 64 + data[64:]]
+)
+async def test_damaged_files_are_no_fault_of_the_server(
+    gateway: Gateway, first: AdminClient, second: AdminClient, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    one, _ = await upload_both(first, second)
+    await upload(second, "other", {CONFIG_NAME: config("bob", lora_alpha=16), WEIGHTS_NAME: weights("bob")})
+    file = blob(gateway, one) / WEIGHTS_NAME
+    file.write_bytes(damage(file.read_bytes()))
+    for what in (f"files/{WEIGHTS_NAME}", "contents", "diff?other=2"):
+        refused = await second("GET", f"{at('other')}/versions/1/{what}", status=503)
+        assert refused["error"]["code"] == "adapter_unavailable"
+    kept = await take(second, f"{at('other')}/versions/1/files/{CONFIG_NAME}")
+    assert kept[:2] == (200, config("bob")), "it lies elsewhere"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "v1").symlink_to(tmp_path / "v1")
+    place = ("--data", str(tmp_path / "data"), "--database-url", gateway.services.settings.database_url)
+    for command in (["contents", "helper@1"], ["download", "helper@1", str(tmp_path / "taken")]):
+        arguments = ["version", *command, "--tenant", "other", *place]
+        told = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+        assert (told.exit_code, f"{file.name}: is damaged" in told.output) == (1, True), told.output

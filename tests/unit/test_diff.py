@@ -12,7 +12,6 @@ import pytest
 from stencilpress.engine.image import Tensor
 from stencilpress.gateway.adapter_config import CONFIG_NAME
 from stencilpress.gateway.lifecycle.diff import ConfigChange, Diff, LayerRanks, Side, diff_versions
-from stencilpress.gateway.worker_process import WorkerError
 from tests.unit.adapters import FIRST_A, FIRST_B, GOOD, lora_tensors, tiny_spec, write_adapter, write_base
 
 SPEC = tiny_spec()
@@ -92,11 +91,11 @@ async def test_the_order_of_target_modules_means_nothing(tmp_path: Path, base: P
     assert found.config == []
 
 
-async def test_a_damaged_blob_is_a_fault_of_ours(tmp_path: Path, base: Path) -> None:
+async def test_a_damaged_blob_is_told_as_such(tmp_path: Path, base: Path) -> None:
     left = write_adapter(tmp_path / "left", GOOD, lora_tensors(SPEC))
     right = write_adapter(tmp_path / "right", GOOD, lora_tensors(SPEC))
     (right / CONFIG_NAME).write_text(json.dumps({"r": "x"}))
-    with pytest.raises(WorkerError):
+    with pytest.raises(OSError, match="missing or damaged"):
         await diff_versions(side(left), side(right), base, "auto")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -217,3 +218,22 @@ def test_tensors_that_follow_each_other_are_read_at_once(tmp_path: Path) -> None
     weights = weights_of(files, folder)
     assert weights is not None
     assert len(weights.spans) == 1
+
+
+def test_a_blob_that_lacks_a_tensor_is_damaged(tmp_path: Path) -> None:
+    files = read_files(folder_of(tmp_path / "mine", None))
+    blob = folder_of(tmp_path / "blob", None)
+    some = dict(list(TENSORS.items())[1:])
+    (blob / WEIGHTS_NAME).write_bytes(safetensors_bytes(some))
+    with pytest.raises(OSError, match="is damaged"):
+        weights_of(files, blob)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_damaged(tmp_path: Path, own: bool) -> None:
+    blob = folder_of(tmp_path / "blob", None)
+    weights = weights_of(read_files(blob) if own else "in blob", blob)
+    assert weights is not None
+    os.truncate(blob / WEIGHTS_NAME, weights.size_bytes - 1)
+    with pytest.raises(OSError, match="is damaged"):
+        b"".join(read_weights(weights, blob))
