@@ -75,8 +75,8 @@ async def run_periodically(
             try:
                 if await acquire(db, name, holder, lease_s(interval_s)):
                     await job()
-            except UnavailableError:
-                logger.warning("job %s waits for the catalog", name)
+            except UnavailableError as error:
+                logger.warning("job %s waits for the catalog: %s", name, error)
             except Exception:
                 logger.exception("job %s failed", name)
             await asyncio.sleep(interval_s)

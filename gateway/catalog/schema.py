@@ -11,10 +11,12 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from stencilpress.gateway.catalog import account_models, alert_models, models, usage_models
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.errors import UnavailableError
 
 TABLES = (models, account_models, alert_models, usage_models)
 """The modules whose tables are the schema: whoever migrates or exports it has loaded them all."""
@@ -40,6 +42,18 @@ async def check_schema(db: Database) -> None:
     async with db.read() as session:
         connection = await session.connection()
         await connection.run_sync(_check)
+
+
+async def require_schema(session: AsyncSession) -> None:
+    """At the end of a transaction that derives rows from others: a newer code may derive more of them, from here on.
+
+    What this code did would be missing there for good. Raises :class:`UnavailableError`.
+    """
+    found = await session.scalar(text("SELECT version_num FROM alembic_version"))
+    if found != newest_revision():
+        raise UnavailableError(
+            f"the catalog has been migrated to {found} meanwhile, this process knows {newest_revision()}"
+        )
 
 
 async def ensure_schema(db: Database) -> None:
@@ -75,10 +89,9 @@ def _is_empty(connection: Connection) -> bool:
 def _check(connection: Connection) -> None:
     known = _revisions(_config(connection))
     current = _current(connection, known)
-    if current != known[-1]:
-        raise SchemaError(
-            f"the catalog has schema {current}, this version needs {known[-1]}: run `stencilpress migrate`"
-        )
+    newest = newest_revision()  # read here, while a process starts, and remembered
+    if current != newest:
+        raise SchemaError(f"the catalog has schema {current}, this version needs {newest}: run `stencilpress migrate`")
 
 
 def _current(connection: Connection, known: tuple[str, ...]) -> str:

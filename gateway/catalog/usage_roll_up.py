@@ -10,6 +10,7 @@ from sqlalchemy import Row, delete, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from stencilpress.gateway.catalog.schema import require_schema
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.usage_models import (
     EngineSampleRow,
@@ -49,7 +50,8 @@ class _Group(NamedTuple):
 async def roll_up(db: Database, limit: int = BATCH) -> int:
     """Add rows that are in no roll-up yet to those of their minute, hour and day; returns how many.
 
-    Each row is added once, whoever else does the same at the same time. Raises :class:`UnavailableError`.
+    Each row is added once, whoever else does the same at the same time. Raises :class:`UnavailableError`, also once the
+    schema is another one than this code's: a newer code has its own roll-ups, which would lack these rows.
     """
     pending = (
         select(UsageRequestRow.__table__)
@@ -64,6 +66,7 @@ async def roll_up(db: Database, limit: int = BATCH) -> int:
         for keys in parts([row.key for row in rows]):
             done = update(UsageRequestRow).where(UsageRequestRow.key.in_(keys)).values(rolled_up=True)
             await session.execute(done, execution_options={"synchronize_session": False})
+        await require_schema(session)
     return len(rows)
 
 

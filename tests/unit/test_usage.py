@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from stencilpress.gateway.catalog.leases import acquire, release, run_periodically
 from stencilpress.gateway.catalog.schema import migrate
@@ -222,6 +222,22 @@ async def test_two_who_roll_up_at_once_count_each_row_once(db: Database) -> None
         pass
     (usage,) = (await usage_between(db, "hour", NOON, NOON + timedelta(hours=1))).values()
     assert usage.requests == 200
+
+
+async def test_rows_wait_for_a_newer_code_once_the_schema_is_its_own(db: Database) -> None:
+    """A gateway that still runs while the catalog is migrated knows not all roll-ups that there are now."""
+    await insert_usage(db, [row(key=new_key())])
+    async with db.write() as session:
+        newest = await session.scalar(text("SELECT version_num FROM alembic_version"))
+        await session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(UnavailableError, match="migrated to 9999"):
+        await roll_up(db)
+    assert await usage_between(db, "hour", NOON, NOON + timedelta(hours=1)) == {}
+    async with db.write() as session:
+        await session.execute(text("UPDATE alembic_version SET version_num = :newest"), {"newest": newest})
+    assert await roll_up(db) == 1
+    (usage,) = (await usage_between(db, "hour", NOON, NOON + timedelta(hours=1))).values()
+    assert usage.requests == 1
 
 
 async def test_used_tokens_count_rows_and_roll_ups_once_also_over_parts_of_hours(db: Database) -> None:
