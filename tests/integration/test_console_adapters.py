@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import re
@@ -13,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from markupsafe import escape
 from sqlalchemy import delete
+from yarl import URL
 
 from stencilpress.engine.messages import AdapterSeen
 from stencilpress.gateway.access import Role
@@ -337,6 +339,21 @@ async def test_a_version_gives_its_files_back(gateway: Gateway, admin: Browser, 
     gone = await admin.get(f"{PIRATE}/versions/1/files/{CONFIG_NAME}", status=303)
     assert gone.location == f"{PIRATE}/versions/1"
     assert "not kept when the version was added" in (await admin.get(gone.location)).words
+
+
+async def test_a_file_has_no_head_alone(gateway: Gateway, admin: Browser, api: AdminClient) -> None:
+    """What came behind it would be taken for the next answer on the connection, or be read for nothing."""
+    await upload(api)
+    path = f"{HELPER}/versions/1/files/{CONFIG_NAME}"
+    cookies = admin.http.cookie_jar.filter_cookies(URL(gateway.url + path))
+    cookie = "; ".join(f"{one.key}={one.value}" for one in cookies.values())
+    url = URL(gateway.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    head = f"HEAD {path} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nCookie: {cookie}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode())
+    answer, _, behind = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert (answer.split(b"\r\n")[0], behind) == (b"HTTP/1.1 405 Method Not Allowed", b"")
 
 
 async def test_a_version_whose_config_was_not_kept_says_so(gateway: Gateway, admin: Browser, api: AdminClient) -> None:

@@ -193,7 +193,7 @@ async def _diff(request: web.Request, other: str) -> tuple[DiffShown | None, str
 
 ROUTES = (
     web.get(VERSION, show_version),
-    web.get(f"{VERSION}/files/{{file}}", get_file),
+    web.get(f"{VERSION}/files/{{file}}", get_file, allow_head=False),  # as the admin API: it is a stream
     web.post(f"{VERSION}/defaults", set_defaults),
     web.post(f"{VERSION}/delete", delete_version),
     web.post(f"{VERSION}/restore", restore_version),
