@@ -237,6 +237,7 @@ async def test_a_confined_key_manages_no_other_adapter(gateway: Gateway, admin: 
         "alias": "prod",
         "guest": "other",
         "kind": "errors_high",
+        "file": "adapter_config.json",
     }
     upload = (await admin("POST", "/tenants/demo/uploads", {"adapter": "pirate"}, status=201))["id"]
     made = await admin("POST", "/tenants/demo/keys", {"role": "admin", "models": ["helper"]}, status=201)

@@ -25,7 +25,7 @@ from stencilpress.gateway.catalog.adapters import (
 from stencilpress.gateway.catalog.audit import list_audit
 from stencilpress.gateway.catalog.limits import TARGET_MODULES
 from stencilpress.gateway.catalog.models import AdapterRow
-from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, Tenant, TenantLimits
+from stencilpress.gateway.catalog.records import AddedVersion, NewVersion, Tenant, TenantLimits, VersionFiles
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import (
     change_tenant,
@@ -36,6 +36,7 @@ from stencilpress.gateway.catalog.tenants import (
     list_tenants,
     restore_tenant,
 )
+from stencilpress.gateway.catalog.version_files import find_files
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from stencilpress.gateway.names import BaseNames
 from stencilpress.gateway.quota.plan import Quota
@@ -139,15 +140,19 @@ async def test_promotion_can_be_forced_or_held_back(db: Database, tenant: Tenant
 
 
 async def test_what_intake_found_comes_back_unchanged(db: Database, tenant: Tenant) -> None:
-    found = version(1, base_asserted=True, size_bytes=2**40, ranks=(1, 3, 64), target_modules=("k_proj", "o_proj"))
+    files = VersionFiles(config=b'{"r": 64}', weights_header=b'{"__metadata__":{"by":"acme"}}')
+    asked = version(1, base_asserted=True, size_bytes=2**40, ranks=(1, 3, 64), target_modules=("k_proj", "o_proj"))
+    found = dataclasses.replace(asked, files=files)
     limits = TenantLimits(max_adapter_bytes=2**41)
     large = await create_tenant(db, "large", limits)
     added = await add_version(db, large.id, "helper", found, BASE)
     stored = await find_version(db, large.id, "helper", number=1)
     assert stored == added.version
     assert stored is not None
+    assert await find_files(db, large.id, "helper", 1) == files
     for field in dataclasses.fields(NewVersion):
-        assert getattr(stored, field.name) == getattr(found, field.name)
+        if field.name != "files":
+            assert getattr(stored, field.name) == getattr(found, field.name)
     assert stored.created_at.utcoffset() == timedelta(0)
 
 
