@@ -58,9 +58,12 @@ def cut(request: web.Request) -> None:
 
 
 def _taken_bytes(request: web.Request) -> int:
-    """What a connection's other side has acknowledged since it began."""
+    """What a connection's other side has acknowledged since it began; 0 for one that has ended."""
     connection = None if request.transport is None else request.transport.get_extra_info("socket")
     if connection is None:
         return 0
-    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + _ACKED.size)
+    try:
+        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + _ACKED.size)
+    except OSError:  # it was closed a moment ago
+        return 0
     return int(_ACKED.unpack_from(facts, _ACKED_AT)[0])
