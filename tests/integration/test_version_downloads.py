@@ -8,10 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
-from aiohttp import ClientError
+from aiohttp import ClientError, web
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
+from stencilpress.gateway.api.admin.version_files import PART_BYTES
 from stencilpress.gateway.catalog.adapters import get_adapter
 from stencilpress.gateway.catalog.models import VersionFilesRow
 from stencilpress.gateway.catalog.tenants import get_tenant
@@ -111,3 +112,32 @@ async def test_a_client_is_cut_off_where_a_file_breaks_off(tmp_path: Path) -> No
             os.truncate(weights, LARGE_BYTES // 2)
             with pytest.raises(ClientError):
                 await response.read()
+
+
+async def test_others_have_their_turn_between_small_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast a client takes them."""
+    turns = 0
+    sent = list[tuple[int, int]]()
+    write = web.StreamResponse.write
+
+    async def noted(response: web.StreamResponse, data: bytes) -> None:
+        sent.append((turns, len(data)))
+        await write(response, data)
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with running_gateway(tmp_path) as gateway:
+        await give_files(gateway)
+        headers = {"Authorization": f"Bearer {(await admin_client(gateway, 'demo', Role.ADMIN)).key}"}
+        monkeypatch.setattr(web.StreamResponse, "write", noted)
+        others = asyncio.create_task(take_turns())
+        async with gateway.http.get(gateway.url + PATH, headers=headers) as response:
+            assert len(await response.read()) == LARGE_BYTES
+        others.cancel()
+    assert sum(size for _, size in sent) == LARGE_BYTES
+    assert max(size for _, size in sent) <= PART_BYTES
+    assert len({turn for turn, _ in sent}) == len(sent), "one in a turn"
