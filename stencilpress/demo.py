@@ -148,10 +148,9 @@ async def _is_enrolled(db: Database, blobs: BlobStore, tenant: Tenant, folder: P
 
 def _is_of(files: StoredFiles, blob: Path, folder: Path) -> bool:
     """Whether a version with these files and this blob was made of the two in ``folder``. Blocks."""
+    shipped = [(folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)]
     try:
         weights = weights_of(files, blob)
-    except FileNotFoundError:
+        return weights is not None and [config_of(files, blob), b"".join(read_weights(weights, blob))] == shipped
+    except OSError:  # missing or damaged: enrolled once more, which is no reason not to serve the others
         return False
-    if weights is None or config_of(files, blob) != (folder / CONFIG_NAME).read_bytes():
-        return False
-    return b"".join(read_weights(weights, blob)) == (folder / WEIGHTS_NAME).read_bytes()

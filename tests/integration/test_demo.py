@@ -151,6 +151,17 @@ def test_a_blob_that_was_damaged_is_reported_and_disturbs_no_other(press: Press)
     assert asyncio.run(outcome()) == {damaged: False, sound: True}
 
 
+@pytest.mark.parametrize("left", [b"", b"\xff" * 64, None])
+def test_a_damaged_demo_adapter_keeps_no_server_from_starting(press: Press, left: bytes | None) -> None:
+    first = asyncio.run(press.enrol())
+    for folder in press.blobs.adapters.iterdir():
+        (folder / "adapter_model.safetensors").unlink()
+        if left is not None:
+            (folder / "adapter_model.safetensors").write_bytes(left)
+    assert asyncio.run(press.enrol()) == first
+    assert press.said[2:] == press.said[:2], "enrolled once more"
+
+
 def test_the_shipped_adapters_are_for_the_demo_base() -> None:
     shipped = demo.shipped_adapters()
     assert len(shipped) >= 3
