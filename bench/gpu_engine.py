@@ -26,7 +26,7 @@ from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.settings import EngineSettings
-from stencilpress.engine.spec import page_geometry
+from stencilpress.engine.spec import ModelSpec, page_geometry
 from stencilpress.kernels.sgmv.views import AdapterView
 
 GREEDY = Sampling(temperature=0.0)
@@ -80,6 +80,11 @@ class Run:
         return [(later - sooner) * 1e3 for times in pairs for sooner, later in times]
 
 
+def check_bytes(spec: ModelSpec) -> int:
+    """What the check of logits may take beside an engine: the largest weight in float32, and as much for the rest."""
+    return 2 * 4 * spec.vocab_size * spec.hidden_size
+
+
 class GpuEngine:
     """Scheduler, residency, loader and runner wired as engine/compose.py does."""
 
@@ -97,7 +102,9 @@ class GpuEngine:
             vocab_size=spec.vocab_size,
         )
         self.weights = base.weights(device)
-        fitting = serving.pool_bytes or fitting_pool_bytes(spec, geometry, self.weights, self.limits, MAX_RANK, device)
+        fitting = serving.pool_bytes or (
+            fitting_pool_bytes(spec, geometry, self.weights, self.limits, MAX_RANK, device) - check_bytes(spec)
+        )
         settings = EngineSettings(model_dir="", adapters_dir="", pool_bytes=fitting)
         self.memory = allocate_pool(spec, geometry, settings, device)
         self.runner = CudaRunner(spec, self.weights, self.memory, self._adapter, self.limits, MAX_RANK)
@@ -165,18 +172,19 @@ class GpuEngine:
         begun = time.perf_counter()
         for result in self.loader.results():
             self.scheduler.loaded(result)
-        plan = self.scheduler.plan_ahead() if self._flights else self.scheduler.plan()
-        for order in self.residency.take_orders():
-            self.loader.submit(order)
-        planned = time.perf_counter()
-        run.plan_s += planned - begun
-        run.most_adapter_bytes = max(run.most_adapter_bytes, self.pool.adapter * self.memory.geometry.page_bytes)
-        if plan is not None:
-            self._flights.append((plan, self.runner.launch(plan)))
-            run.launch_s += time.perf_counter() - planned
-            run.steps += 1
-            pages = sum(self.residency.pages(segment.adapter) for segment in plan.segments if segment.adapter)
-            run.adapter_bytes_read += pages * self.memory.geometry.page_bytes
+        with self.loader.held_back():
+            plan = self.scheduler.plan_ahead() if self._flights else self.scheduler.plan()
+            for order in self.residency.take_orders():
+                self.loader.submit(order)
+            planned = time.perf_counter()
+            run.plan_s += planned - begun
+            run.most_adapter_bytes = max(run.most_adapter_bytes, self.pool.adapter * self.memory.geometry.page_bytes)
+            if plan is not None:
+                self._flights.append((plan, self.runner.launch(plan)))
+                run.launch_s += time.perf_counter() - planned
+                run.steps += 1
+                pages = sum(self.residency.pages(segment.adapter) for segment in plan.segments if segment.adapter)
+                run.adapter_bytes_read += pages * self.memory.geometry.page_bytes
         if self._flights and (plan is None or len(self._flights) > 1):
             self._land(run, start)
         elif plan is None:

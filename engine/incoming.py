@@ -30,6 +30,7 @@ class Incoming:
         self._coming: Hosted | None = None
         self._landed: set[int] = set()
         self._complete_bytes = 0
+        self._awaited_bytes = 0
         self._ended = False
         self._outcome: Hosted | None = None
 
@@ -48,7 +49,8 @@ class Incoming:
             while self._complete_bytes in self._landed:
                 self._landed.discard(self._complete_bytes)
                 self._complete_bytes += self._block_bytes
-            self._changed.notify_all()
+            if self._complete_bytes >= self._awaited_bytes:
+                self._changed.notify_all()
 
     def end(self, outcome: Hosted | None) -> None:
         """The read is over: its image, checked, or None if it has failed."""
@@ -62,11 +64,12 @@ class Incoming:
             self._changed.wait_for(lambda: self._coming is not None or self._ended)
             return self._coming
 
-    def follow(self, coming: Hosted, end: int) -> bool:
-        """Wait until the first ``end`` bytes of an attempt are in memory. False if it was in vain."""
+    def follow(self, coming: Hosted, end: int) -> int:
+        """Wait until the first ``end`` bytes of an attempt are in memory; how many there are. 0 if it was in vain."""
         with self._changed:
+            self._awaited_bytes = end
             self._changed.wait_for(lambda: self._complete_bytes >= end or self._coming is not coming or self._ended)
-            return self._coming is coming and self._complete_bytes >= end
+            return self._complete_bytes if self._coming is coming and self._complete_bytes >= end else 0
 
     def outcome(self) -> Hosted | None:
         """Wait for the end of the read: its image, or None if it has failed."""

@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 READERS = 4
 """Images read at once, and blocks of all of them together; residency orders no more."""
+PATIENCE_S = 0.005
+"""How long a thread lets the launch of a step go first."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -68,6 +71,7 @@ class Loader:
     ) -> None:
         self._adapters_dir = adapters_dir
         self._spec = spec
+        self._fingerprint = spec.fingerprint()
         self._memory = memory
         self._max_lora_rank = max_lora_rank
         self._wake = wake
@@ -81,7 +85,9 @@ class Loader:
         self._blocks = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "loader-block")
         self._placements = ThreadPoolExecutor(READERS + 1, "loader-place")  # one is left where others wait for reads
         self._spares = ThreadPoolExecutor(1, "loader-spare")
-        self._enqueuing = threading.Lock()
+        self._preparing = threading.Lock()
+        self._go_on = threading.Event()
+        self._go_on.set()
 
     def submit(self, order: LoadOrder) -> None:
         """Have an order carried out. A drop is at once; reads and placements are at the same time as others."""
@@ -92,6 +98,16 @@ class Loader:
             self._placements.submit(self._placing, order, self._incoming.get(order.digest))
         else:
             (self._hosted if order.tier == "host" else self._placed).pop(order.digest, None)
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """While the block plans and launches a step, threads leave it the interpreter, for which they would all wait
+        in one line with it."""
+        self._go_on.clear()
+        try:
+            yield
+        finally:
+            self._go_on.set()
 
     def results(self) -> list[LoadResult]:
         """Answers since the last call; does not wait."""
@@ -146,7 +162,7 @@ class Loader:
         if not _DIGEST.fullmatch(digest):
             raise ImageError("not a digest")
         folder = self._adapters_dir / digest
-        path = folder / image_name(self._spec.fingerprint())
+        path = folder / image_name(self._fingerprint)
         if not path.exists():
             _build(folder, path, self._spec)
         try:
@@ -159,7 +175,8 @@ class Loader:
 
     def _read(self, path: Path, incoming: Incoming) -> Hosted:
         digest = path.parent.name
-        with open_image(path, digest=digest, fingerprint=self._spec.fingerprint()) as file:
+        self._go_on.wait(PATIENCE_S)
+        with open_image(path, digest=digest, fingerprint=self._fingerprint) as file:
             header = file.header
             if header.max_rank > self._max_lora_rank:
                 raise _RankError(f"rank {header.max_rank} exceeds max_lora_rank {self._max_lora_rank}")
@@ -167,33 +184,50 @@ class Loader:
             self._answer(Sized(digest, placed.num_pages))
             coming = Hosted(Image(header, self._host_memory(header.payload_bytes)), placed)
             incoming.begin(coming)
-            file.read(coming.image.payload, each=self._blocks.map, landed=partial(incoming.landed, coming))
+            each = self._blocks.map if len(self._incoming) == 1 else map  # several images are threads enough
+            file.read(coming.image.payload, each=each, landed=partial(incoming.landed, coming))
         return coming
 
     def _place(self, hosted: Hosted, pages: tuple[Page, ...]) -> AdapterView:
         """Copy an image and its slice table into pages. Raises ``ValueError`` if these are not so many as it takes."""
-        table = slice_table(hosted.layout, pages)
-        pieces = [*self._runs(hosted, pages), self._table_piece(hosted, pages, table)]
-        with self._own_stream(), self._landing(), self._enqueuing:
-            self._enqueue(pieces)
+        with self._own_stream(), self._landing(), self._at_work():
+            table = slice_table(hosted.layout, pages)
+            self._enqueue([*self._runs(hosted, pages), self._table_piece(hosted, pages, table)])
         return self._view(hosted, pages, table)
 
     def _place_incoming(self, incoming: Incoming, pages: tuple[Page, ...]) -> AdapterView:
         """The same of an image that is still being read; the table, without which nobody finds the rest, comes last."""
         coming = incoming.coming()
         if coming is not None:
-            table = slice_table(coming.layout, pages)
+            with self._at_work():
+                table = slice_table(coming.layout, pages)
+                runs, ends = self._runs(coming, pages), self._ends(coming)
             with self._own_stream(), self._landing():
-                for run, piece in zip(coming.layout.runs, self._runs(coming, pages), strict=True):
-                    if not incoming.follow(coming, (run.start + run.elems) * self._memory.geometry.dtype_bytes):
-                        break
-                    self._enqueue([piece])
+                copied = 0
+                while copied < len(runs) and (landed := incoming.follow(coming, ends[copied])):
+                    complete = bisect_right(ends, landed)
+                    with self._at_work():
+                        self._enqueue(runs[copied:complete])
+                    copied = complete
                 if incoming.outcome() is coming:
-                    self._enqueue([self._table_piece(coming, pages, table)])
+                    with self._at_work():
+                        self._enqueue([self._table_piece(coming, pages, table)])
         hosted = incoming.outcome()
         if hosted is None:
             raise ImageError("the read that was to be followed has failed")
         return self._view(hosted, pages, table) if hosted is coming else self._place(hosted, pages)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """One placement at a time, and after the launch of a step: more threads that want the interpreter would hold
+        each other up, and the loop most."""
+        with self._preparing:
+            self._go_on.wait(PATIENCE_S)
+            yield
+
+    def _ends(self, hosted: Hosted) -> list[int]:
+        """Where in the stream each page's run ends, in bytes."""
+        return [(run.start + run.elems) * self._memory.geometry.dtype_bytes for run in hosted.layout.runs]
 
     def _runs(self, hosted: Hosted, pages: tuple[Page, ...]) -> list[Piece]:
         """What of the stream each page takes."""

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 class Loads(Protocol):
     """The part of engine/loader.py that the loop uses."""
 
+    def held_back(self) -> AbstractContextManager[None]: ...
     def submit(self, order: LoadOrder) -> None: ...
     def results(self) -> Sequence[LoadResult]: ...
 
@@ -121,10 +122,11 @@ class Worker:
         """One turn of the loop. Sleeps in the drain if there was nothing to run last time."""
         self._heartbeat.beat()
         self._drain()
-        plan = self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
-        self._load()
-        if plan is not None:
-            self._take_off(plan)
+        with self._loader.held_back():
+            plan = self._scheduler.plan_ahead() if self._flights else self._scheduler.plan()
+            self._load()
+            if plan is not None:
+                self._take_off(plan)
         self._draw_map()
         if self._flights and (plan is None or len(self._flights) > self._steps_ahead):
             self._land()

@@ -268,6 +268,24 @@ def test_an_adapter_moves_to_other_pages(bench: _Bench, digest: str, folder: Pat
     _check_view(bench.place(digest, first=20), folder, bench.engine)
 
 
+def test_a_placement_lets_the_launch_of_a_step_go_first(
+    bench: _Bench, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "PATIENCE_S", 600.0)
+    pages = tuple(range(bench.fetch(digest).pages))
+    with bench.loader.held_back():
+        bench.loader.submit(PlaceOrder(digest, pages))
+        with pytest.raises(queue.Empty):
+            bench.wakes.get(timeout=0.2)
+
+    assert bench.next() == Placed(digest)
+
+
+def test_a_launch_that_takes_long_holds_up_no_placement(bench: _Bench, digest: str) -> None:
+    with bench.loader.held_back():
+        bench.place(digest, first=0)
+
+
 def test_files_of_another_adapter_are_not_converted(bench: _Bench, digest: str, folder: Path) -> None:
     """Rounded to half precision it is another adapter, whatever its folder is called."""
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "adapter_model.safetensors").items()}

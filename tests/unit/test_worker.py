@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -57,6 +58,9 @@ class WakingLoader:
         self.loader = loader
         self._wake = wake
         self._results: deque[LoadResult] = deque()
+
+    def held_back(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def submit(self, order: LoadOrder) -> None:
         self.loader.orders.append(order)
