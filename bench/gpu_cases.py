@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu_base import Base, add_base_options, chosen_base
 from bench.gpu_check import Checker, faults
-from bench.gpu_engine import GpuEngine, MakeLoader, Serving
+from bench.gpu_engine import GpuEngine, MakeLoader, Run, Serving
 from bench.gpu_peers import PEERS, Peer, installed
 from bench.gpu_random import ALL7, ATTENTION, AdapterKind, RandomImages, RandomLoader, payload_bytes
 from bench.results import Result, median_result, record
@@ -99,6 +99,10 @@ class Bench:
     ceilings: Ceilings
     repeats: int
     device: str
+
+    def least_s(self, run: Run, least: Run) -> float:
+        """The time of a run that reads fewer adapters, and what reading the further ones takes as fast as a copy."""
+        return least.total_s + (run.adapter_bytes_read - least.adapter_bytes_read) / self.ceilings.copy_gb_s / 1e9
 
     def result(
         self,

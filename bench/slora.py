@@ -23,8 +23,6 @@ RANKS = (64, 32, 16, 8)
 LENGTHS = (8, 512)
 SEED, ALPHA, CV = 42, 1.0, 1.0
 OVERLOAD = 1.1
-WARM_UP = 6
-"""The part of a trace that is served first, uncounted."""
 GOAL = 0.97
 """Of five adapters' throughput, with two thousand."""
 
@@ -37,10 +35,6 @@ class Trace:
     prompts: list[list[int]]
     new_tokens: list[int]
     gaps: list[float]
-
-    def first(self, count: int) -> Trace:
-        """The first so many requests."""
-        return Trace(self.adapters[:count], self.prompts[:count], self.new_tokens[:count], self.gaps[:count])
 
     def arrivals_s(self, rate: float) -> list[float]:
         """At so many requests a second."""
@@ -81,8 +75,8 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
     spec = bench.base.spec
     trace = make_trace(count, 1, spec.vocab_size)
     engine.use(random_loader(bench.base, images), 1)
-    serve(engine, trace.first(count // WARM_UP), [""] * (count // WARM_UP), 0)
-    sustained = count / serve(engine, trace, [""] * count, 0)[0].total_s
+    flat_out = [serve(engine, trace, [""] * count, 0)[0] for _ in range(2)]  # the first one warms up
+    sustained = count / flat_out[-1].total_s
     rate = OVERLOAD * sustained
     print(f"the base sustains {sustained:.2f} requests a second; {count} come at {rate:.2f}", flush=True)
     served: list[Served] = []
@@ -102,7 +96,8 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
 def measure_count(
     bench: Bench, engine: GpuEngine, images: RandomImages, trace: Trace, adapters: int, rate: float, least: Run | None
 ) -> Served:
-    """Serve a trace over so many adapters; a part of it warms up. ``least`` is the run with the fewest adapters: this
+    """Serve a trace over so many adapters; the first turn warms up, as graphs are
+    captured in it. ``least`` is the run with the fewest adapters: this
     one's limit is that one's time and what reading the further weights takes at the bandwidth of a copy."""
     count = len(trace.adapters)
     digests = [kind_of(adapter).digest for adapter in trace.adapters] if adapters else [""] * count
@@ -112,16 +107,12 @@ def measure_count(
         engine.use(random_loader(bench.base, images), len(images.kinds))
         if adapters:
             engine.host(digests)
-        part = count if turn else count // WARM_UP
-        run, waited_s = serve(engine, trace.first(part), digests[:part], rate)
+        run, waited_s = serve(engine, trace, digests, rate)
         if turn:
             samples.append(count / run.total_s)
             first_s.append(waited_s)
     read_gb = run.adapter_bytes_read / 1e9
-    limit = None
-    if least is not None:
-        further_gb = read_gb - least.adapter_bytes_read / 1e9
-        limit = round(count / (least.total_s + further_gb / bench.ceilings.copy_gb_s), 3)
+    limit = None if least is None else round(count / bench.least_s(run, least), 3)
     settings = {
         "rate": round(rate, 3),
         "requests": count,
