@@ -272,6 +272,7 @@ def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: s
                 "tflop_s": round(t.flops / t.median_us / 1e6, 1),
                 "relative_error": float(f"{t.error:.2e}"),
                 "copy_gb_s": round(ceilings.copy_gb_s),
+                "goal": t.goal_us,
             },
         )
         for t in timings

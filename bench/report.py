@@ -12,8 +12,9 @@ INTRO = """# Benchmarks
 
 Medians of the newest run of each case, written by `python -m bench report` from `bench/results/`. *Limit* is what
 reading the bytes of a step at the same machine's measured bandwidth would allow; of `first-use-page-cache` its slowest
-stage; of `slora` the time of five adapters and what reading the further weights of each step takes. Absolute figures
-drift with a machine's neighbours, so peers are measured in the same run, round by round.
+stage; of `slora` and `punica` the time over fewest adapters and what reading the further weights takes, if nothing else
+goes on meanwhile. *Goal* is what a case is held to. Absolute figures drift with a machine's neighbours, so peers are
+measured in the same run, round by round.
 
 | command | measures |
 |---|---|
@@ -36,19 +37,26 @@ random Llama of 1.2 billion parameters. `--peer peft` and `--peer vllm` measure 
 where they are installed. `--record` appends to `bench/results/`.
 """
 
+BESIDE = ("goal", "vllm-0.26.0")
+"""Figures in a case's settings that stand beside its own."""
+
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown rows of one bench on one device."""
-    lines = [
-        "| case | system | metric | median | spread | limit | commit | date |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Markdown rows of one bench on one device. What it is held to and what others reached has columns where any of
+    its cases has that."""
+    beside = [key for key in BESIDE if any(row["settings"].get(key) is not None for row in rows)]
+    heads = ["case", "system", "metric", "median", "spread", "limit", *beside, "commit", "date"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        limit = "" if row["floor"] is None else f"{row['floor']:g}"
         spread = f"{row['spread'][0]:g} to {row['spread'][1]:g}"
-        cells = (row["case"], row["system"], row["metric"], f"{row['value']:g} {row['unit']}", spread, limit)
-        lines.append(f"| {' | '.join(cells)} | {row['commit']} | {row['date'][:10]} |")
+        known = [_number(row["settings"].get(key)) for key in beside]
+        cells = [row["case"], row["system"], row["metric"], f"{row['value']:g} {row['unit']}".rstrip(), spread]
+        lines.append(f"| {' | '.join([*cells, _number(row['floor']), *known, row['commit'], row['date'][:10]])} |")
     return lines
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
 
 
 def main(arguments: list[str]) -> int:  # noqa: ARG001 - every measurement's main takes its arguments

@@ -85,11 +85,17 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
         served.append(measure_count(bench, engine, images, make_trace(count, max(1, adapters), spec.vocab_size),
                                     adapters, rate, least))  # fmt: skip
     results = [one.result for one in served]
+    fewest, most = results[1].value, results[-1]
+    ratio = bench.result(
+        f"n-{counts[-1]}", f"of_n_{counts[0]}", "", [most.value / fewest], floor=(most.floor or fewest) / fewest,
+        settings={"goal": GOAL, "requests": count},
+    )  # fmt: skip
     print(
-        f"{counts[-1]} adapters have {results[-1].value / results[1].value:.3f} of {counts[0]}'s throughput, "
-        f"goal {GOAL}; reading their weights leaves {(results[-1].floor or 0) / results[1].value:.3f} at most",
+        f"{counts[-1]} adapters have {ratio.value:.3f} of {counts[0]}'s throughput, goal {GOAL}; reading their weights "
+        f"leaves {ratio.floor:.3f} at most, if nothing else goes on meanwhile",
         flush=True,
     )
+    results.append(ratio)
     return results
 
 

@@ -216,9 +216,15 @@ def test_plan_takes_the_longest_first() -> None:
 
 def test_tile_follows_rows_and_ranks() -> None:
     assert choose_tile([AdapterRows(0, 1, 0, 16)]) == (1, 16)
-    assert choose_tile([AdapterRows(0, 9, 0, 16), AdapterRows(9, 7, 0, 16)]).rows == 16
+    assert choose_tile([AdapterRows(0, 20, 0, 16), AdapterRows(20, 16, 0, 16)]).rows == 16
     assert choose_tile([AdapterRows(0, 128, 0, 64)]).rows == 64
     assert choose_tile([]).rows == 1
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(32, 16), (16, 17), (8, 64), (2, 256)])
+def test_few_rows_and_ranks_go_row_by_row_whatever_adapter_they_are_of(rows: int, rank: int) -> None:
+    assert choose_tile([AdapterRows(0, rows, 0, rank)]).rows == 1
+    assert choose_tile([AdapterRows(0, rows + 8, 0, rank), AdapterRows(rows + 8, 24, 0, rank)]).rows > 1
 
 
 def test_tile_of_a_crowd_of_adapters_with_few_rows_each() -> None:
