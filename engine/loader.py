@@ -1,8 +1,8 @@
 """Brings adapters from disk to host memory and from there into pages of the pool, on threads of its own.
 
 A step never waits for it: the loop hands over orders and picks up the answers when they are there. Several images are
-read at once, each in blocks that are read and checked at once; one that is to be placed is copied on block by block
-(engine/incoming.py). Whatever goes wrong with an adapter is its answer; nothing ends a thread.
+read at once, or one's blocks; one that is to be placed is copied on block by block (engine/incoming.py). Whatever goes
+wrong with an adapter is its answer; nothing ends a thread.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from stencilpress.kernels.sgmv.views import AdapterView, adapter_view, table_vie
 logger = logging.getLogger(__name__)
 
 READERS = 4
-"""Images read at once, and blocks of all of them together; residency orders no more."""
+"""Images read at once, or blocks of one that is alone; residency orders no more."""
 PATIENCE_S = 0.005
 """How long a thread lets the launch of a step go first."""
 
