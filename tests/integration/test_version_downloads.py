@@ -1,10 +1,11 @@
-"""A version's files go to clients that do not read, or that leave: nothing of this host stays tied up."""
+"""Files go to clients that do not read, or that leave: nothing of this host stays tied up."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from aiohttp import ClientError, web
 
 from stencilpress.gateway.access import ADMIN_PREFIX, Role
 from stencilpress.gateway.adapter_config import CONFIG_NAME
-from stencilpress.gateway.api.admin.version_files import PART_BYTES
+from stencilpress.gateway.api.admin import catalog
 from stencilpress.gateway.catalog.adapters import get_adapter
 from stencilpress.gateway.catalog.models import VersionFilesRow
+from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import get_tenant
 from stencilpress.gateway.safetensors_file import WEIGHTS_NAME
+from stencilpress.gateway.slow_clients import PART_BYTES
 from tests.integration.admin_client import admin_client
 from tests.integration.gateway_harness import Gateway, running_gateway
 from tests.integration.test_gateway_failures import eventually, sample
@@ -49,13 +52,13 @@ def is_free(gateway: Gateway, digest: str) -> bool:
         return free
 
 
-async def ask(gateway: Gateway, lazy: socket.socket) -> None:
+async def ask(gateway: Gateway, lazy: socket.socket, *, path: str = PATH, role: Role = Role.ADMIN) -> None:
     """Send a request for the file, of which nothing is read."""
-    key = (await admin_client(gateway, "demo", Role.ADMIN)).key
+    key = (await admin_client(gateway, "demo", role)).key
     host, port = gateway.url.removeprefix("http://").split(":")
     lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     lazy.connect((host, int(port)))
-    lazy.sendall(f"GET {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+    lazy.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -70,6 +73,20 @@ async def test_a_blob_is_free_again_when_a_client_does_not_read(tmp_path: Path, 
                 await eventually(lambda: sample(gateway, "stencilpress_slow_clients_cut_total") == 1)
         await eventually(lambda: is_free(gateway, digest))
         assert sample(gateway, "stencilpress_slow_clients_cut_total") == (0 if leaves else 1)
+
+
+async def test_an_export_of_the_catalog_waits_for_nobody_who_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def large(_: Database) -> AsyncIterator[bytes]:
+        for _part in range(LARGE_BYTES >> 20):
+            yield bytes(1 << 20)
+
+    monkeypatch.setattr(catalog, "export_catalog", large)
+    async with running_gateway(tmp_path, write_limit_s=0.3) as gateway:
+        with socket.socket() as lazy:
+            await ask(gateway, lazy, path=f"{ADMIN_PREFIX}/catalog", role=Role.OPERATOR)
+            await eventually(lambda: sample(gateway, "stencilpress_slow_clients_cut_total") == 1)
 
 
 async def test_other_requests_are_answered_meanwhile_and_all_of_a_file_arrives(tmp_path: Path) -> None:

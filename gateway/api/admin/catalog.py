@@ -15,6 +15,7 @@ from stencilpress.gateway.access import Permission
 from stencilpress.gateway.api.admin.operation import Call, operation
 from stencilpress.gateway.api.body import spool_body
 from stencilpress.gateway.catalog.transfer import Imported, export_catalog, import_catalog
+from stencilpress.gateway.slow_clients import write_parts
 
 LINES = "application/x-ndjson"
 MAX_FILE_BYTES = 4 << 30
@@ -42,8 +43,9 @@ async def export_file(call: Call) -> web.StreamResponse:
             headers={"Content-Type": LINES, "Content-Disposition": 'attachment; filename="catalog.ndjson"'}
         )
         await response.prepare(call.request)
+        limit_s, metrics = call.services.settings.write_limit_s, call.services.metrics
         while chunk := await asyncio.to_thread(file.read, READ_BYTES):
-            await response.write(chunk)
+            await write_parts(call.request, response, chunk, limit_s, metrics)
         await response.write_eof()
     return response
 

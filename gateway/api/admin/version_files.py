@@ -16,11 +16,9 @@ from stencilpress.gateway.catalog.records import find_version_of
 from stencilpress.gateway.enrol import FILES
 from stencilpress.gateway.errors import NotFoundError
 from stencilpress.gateway.lifecycle.originals import UploadedFile
-from stencilpress.gateway.slow_clients import cut, write_in_time
+from stencilpress.gateway.slow_clients import cut, write_parts
 
 OCTETS = "application/octet-stream"
-PART_BYTES = 64 << 10
-"""Written at once; then streams have their turn: with 40 downloads of a mebibyte at once they waited for 30 ms."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +64,7 @@ async def _send(call: Call, name: str, file: UploadedFile) -> web.StreamResponse
     await response.prepare(call.request)
     limit_s = call.services.settings.write_limit_s
     while chunk := await _next_chunk(call, file):
-        for start in range(0, len(chunk), PART_BYTES):
-            part = chunk[start : start + PART_BYTES]
-            await write_in_time(call.request, response.write(part), limit_s, call.services.metrics)
-            await asyncio.sleep(0)
+        await write_parts(call.request, response, chunk, limit_s, call.services.metrics)
     await response.write_eof()
     return response
 
