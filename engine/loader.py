@@ -167,7 +167,7 @@ class Loader:
             _build(folder, path, self._spec)
         try:
             return self._read(path, incoming)
-        except ImageError as error:
+        except (ImageError, FileNotFoundError) as error:  # the latter: another engine has just set it aside
             incoming.begin(None)
             _set_aside(path, error)
             _build(folder, path, self._spec)
@@ -192,7 +192,8 @@ class Loader:
         """Copy an image and its slice table into pages. Raises ``ValueError`` if these are not so many as it takes."""
         with self._own_stream(), self._landing(), self._at_work():
             table = slice_table(hosted.layout, pages)
-            self._enqueue([*self._runs(hosted, pages), self._table_piece(hosted, pages, table)])
+            pieces = [*self._runs(hosted, pages), self._table_piece(hosted, pages, table)]
+            self._enqueue(pieces)  # they have a name, so their memory is nobody else's until they have landed
         return self._view(hosted, pages, table)
 
     def _place_incoming(self, incoming: Incoming, pages: tuple[Page, ...]) -> AdapterView:
@@ -211,7 +212,8 @@ class Loader:
                     copied = complete
                 if incoming.outcome() is coming:
                     with self._at_work():
-                        self._enqueue([self._table_piece(coming, pages, table)])
+                        last = [self._table_piece(coming, pages, table)]
+                        self._enqueue(last)  # as above
         hosted = incoming.outcome()
         if hosted is None:
             raise ImageError("the read that was to be followed has failed")
@@ -292,11 +294,16 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _set_aside(path: Path, error: ImageError) -> None:
-    """Keep a damaged image for whoever looks into it, under another name. Raises ``error`` where that cannot be."""
+def _set_aside(path: Path, error: Exception) -> None:
+    """Keep a damaged image for whoever looks into it, under another name, unless another engine has done so.
+
+    Raises ``error`` where that cannot be.
+    """
     logger.error("adapter %.12s: %s; it is built anew from the upload", path.parent.name, error)
     try:
         path.replace(path.with_suffix(".damaged"))
+    except FileNotFoundError:
+        return
     except OSError:
         raise error from None
 

@@ -7,8 +7,10 @@ import os
 import queue
 import shutil
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from stencilpress.engine import image_check, image_format
 from stencilpress.engine import loader as loader_module
-from stencilpress.engine.image import image_name
+from stencilpress.engine.copies import Piece, copy_pieces
+from stencilpress.engine.image import ImageError, image_name, open_image
+from stencilpress.engine.image_format import ImageFile
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.plan import (
     DropOrder,
@@ -281,6 +285,38 @@ def test_a_placement_lets_the_launch_of_a_step_go_first(
     assert bench.next() == Placed(digest)
 
 
+@pytest.mark.parametrize("followed", [False, True])
+def test_what_is_copied_stays_in_memory_until_it_has_landed(
+    bench: _Bench, digest: str, folder: Path, followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator copies later: memory given up before may be the next placement's, with another slice table."""
+    pieces: list[weakref.ref[torch.Tensor]] = []
+
+    def enqueue(target: torch.Tensor, sources: Sequence[Piece]) -> None:
+        copy_pieces(target, sources)
+        pieces.extend(weakref.ref(source) for _, source in sources)
+
+    @contextmanager
+    def landing() -> Iterator[None]:
+        yield
+        assert pieces
+        assert all(piece() is not None for piece in pieces)
+
+    monkeypatch.setattr(loader_module, "copy_pieces", enqueue)
+    monkeypatch.setattr(bench.loader, "_landing", landing)
+    pages = bench.fetch(digest).pages
+    order = PlaceOrder(digest, tuple(range(pages)))
+    if followed:
+        bench.loader.submit(DropOrder(digest, "host"))
+        bench.loader.submit(FetchOrder(digest))
+        bench.loader.submit(order)
+        assert bench.next().error == ""
+        assert bench.next() == Placed(digest)
+    else:
+        assert bench.ask(order) == Placed(digest)
+    _check_view(bench.loader.adapter(digest), folder, bench.engine)
+
+
 def test_a_launch_that_takes_long_holds_up_no_placement(bench: _Bench, digest: str) -> None:
     with bench.loader.held_back():
         bench.place(digest, first=0)
@@ -355,6 +391,28 @@ def test_a_damaged_image_is_set_aside_and_built_anew_from_the_upload(
 
     assert image.read_bytes() == whole
     assert image.with_suffix(".damaged").read_bytes() != whole
+    _check_view(bench.place(digest, first=0), folder, bench.engine)
+
+
+@pytest.mark.parametrize("error", [ImageError("damaged"), FileNotFoundError()])
+def test_two_engines_that_find_the_same_damage_both_have_the_adapter(
+    bench: _Bench, digest: str, folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one sets the image aside while this one reads it, or just before."""
+    sound = bench.fetch(digest)
+    image = folder / image_name(bench.engine.spec.fingerprint())
+    opened: list[Path] = []
+
+    def open_for_two(path: Path, *, digest: str, fingerprint: str) -> AbstractContextManager[ImageFile]:
+        opened.append(path)
+        if len(opened) == 1:
+            image.rename(image.with_suffix(".damaged"))
+            raise error
+        return open_image(path, digest=digest, fingerprint=fingerprint)
+
+    monkeypatch.setattr(loader_module, "open_image", open_for_two)
+
+    assert bench.fetch(digest) == sound
     _check_view(bench.place(digest, first=0), folder, bench.engine)
 
 
