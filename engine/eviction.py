@@ -20,7 +20,7 @@ WARM_S = 300.0
 HEAT_HALF_LIFE_S = 60.0
 """How fast uses are forgotten."""
 COMPACT_AT = 64
-"""Stale entries of a heap that are put up with before it is built anew."""
+"""Stale entries of a heap that are put up with before it is built anew: without evictions nothing else removes them."""
 
 
 @dataclass(slots=True)
@@ -142,6 +142,10 @@ class Shelf:
         worth, number, _ = line.heap[0]
         self._listed[tenant] = number
         heappush(self._fronts, (worth, number, tenant))
+        if len(self._fronts) > 2 * len(self._lines) + COMPACT_AT:
+            self._listed = {tenant: number for tenant, number in self._listed.items() if tenant in self._lines}
+            self._fronts = list({front for front in self._fronts if self._listed.get(front[2]) == front[1]})
+            heapify(self._fronts)
 
 
 def _first(line: _Line) -> Item:

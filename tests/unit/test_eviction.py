@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stencilpress.engine.eviction import HEAT_HALF_LIFE_S, WARM_S, Heat, Item, Room, Shelf
+from stencilpress.engine.eviction import COMPACT_AT, HEAT_HALF_LIFE_S, WARM_S, Heat, Item, Room, Shelf
 
 
 class Thing(Item):
@@ -65,6 +65,21 @@ def test_what_was_once_worth_much_sinks_when_it_is_not_used() -> None:
         newcomers += 1
         assert newcomers < 100
     assert newcomers > 3
+
+
+def test_a_shelf_that_nobody_takes_from_for_long_keeps_no_traces_of_what_came_and_went() -> None:
+    room = Room(clock=lambda: 0.0)
+    things = [Thing(room, tenant, 1) for tenant in range(10)]
+    for _ in range(1000):
+        for thing in things:
+            thing.idle()
+        for thing in things:
+            room.adapters.take(thing)
+    for thing in things[:3]:
+        thing.idle()
+    assert len(room.adapters._fronts) <= 2 * len(things) + COMPACT_AT
+    assert reclaim(room, 10) == 3
+    assert [thing.evicted for thing in things] == [True] * 3 + [False] * 7
 
 
 def test_a_tenant_over_its_share_takes_from_those_over_theirs() -> None:
