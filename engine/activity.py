@@ -33,9 +33,11 @@ class Activity:
 
 
 class Activities:
-    """The adapters last used, the newest last."""
+    """The adapters last used, the newest last. ``hits`` and ``misses`` are those of all that ever were."""
 
     def __init__(self) -> None:
+        self.hits = 0
+        self.misses = 0
         self._known: OrderedDict[str, Activity] = OrderedDict()
 
     def of(self, digest: str) -> Activity:
@@ -48,6 +50,19 @@ class Activities:
         else:
             self._known.move_to_end(digest)
         return activity
+
+    def count(self, activity: Activity, *, missed: bool) -> None:
+        """A request has got its adapter."""
+        activity.hits += not missed
+        activity.misses += missed
+        self.hits += not missed
+        self.misses += missed
+
+    def cool(self, digest: str) -> None:
+        """An adapter is no more: however often it was used, it is not likely to be wanted again."""
+        activity = self._known.get(digest)
+        if activity is not None:
+            activity.heat = Heat()
 
     def __iter__(self) -> Iterator[Activity]:
         """From the one used last to the one longest unused."""

@@ -55,8 +55,8 @@ class Counters:
             adapter_host_bytes=residency.host.bytes,
             adapter_failures=residency.failures,
             max_loras=self._limits.max_loras,
-            adapter_hits=residency.hits,
-            adapter_misses=residency.misses,
+            adapter_hits=residency.activities.hits,
+            adapter_misses=residency.activities.misses,
             adapters_per_step=_seen(self._adapters_per_step),
             requests_per_step=_seen(self._requests_per_step),
         )

@@ -23,6 +23,7 @@ class Fetches:
 
     def pump(self) -> None:
         """Order what is wanted and host memory has room for."""
+        self._host.shrink()
         wants, checks = self._adapters.wants[Tier.DISK], self._adapters.checks
         while self._host.reading < FETCHES_IN_FLIGHT and (wants or checks):
             arrival, digest, tenant = self._next()

@@ -8,6 +8,8 @@ from stencilpress.engine.eviction import Item, Room
 
 READ_COST = 1.0
 """Of an image's bytes: it is read again."""
+NO_LIMIT = 1 << 62
+"""As many bytes are never reached, and none need be kept for the first read."""
 SPARE_COST = 0.25
 """Of an image whose adapter is in the pool as well."""
 
@@ -29,7 +31,8 @@ class HostMemory:
     """At most ``max_images`` images of at most ``max_bytes`` in all; a single one may be larger.
 
     A read is announced by :meth:`begin`, while nobody knows yet how large its image is: as much room is kept for it as
-    the largest image so far took.
+    the largest image so far took, and all of it for the first. Images that turn out larger may exceed ``max_bytes``
+    while somebody needs them; :meth:`shrink` ends that.
     """
 
     def __init__(self, max_images: int, max_bytes: int, clock: Callable[[], float]) -> None:
@@ -40,14 +43,14 @@ class HostMemory:
         self._max_images = max_images
         self._max_bytes = max_bytes
         self._largest = 0
+        self._unknown = max_bytes if max_bytes < NO_LIMIT else 0
 
     @property
     def full(self) -> bool:
         """Whether there is no room for one more."""
-        coming = self.bytes + (self.reading + 1) * self._largest
-        return self.images + self.reading >= self._max_images or (
-            coming > self._max_bytes and self.images + self.reading > 0
-        )
+        most = self.images + self.reading
+        coming = self.bytes + (self.reading + 1) * (self._largest or self._unknown)
+        return most >= self._max_images or (coming > self._max_bytes and most > 0)
 
     def barred(self, tenant: int) -> bool:
         """Whether a tenant over its share must make room for one image more out of its own: all that it holds becomes
@@ -57,6 +60,12 @@ class HostMemory:
     def reclaim(self, tenant: int) -> bool:
         """Evict the idle image of least worth that the tenant may take. False if there is none."""
         return self.room.reclaim((self.room.adapters,), 1, tenant, over=self.barred(tenant)) > 0
+
+    def shrink(self) -> None:
+        """Evict idle images until the rest keeps to its bytes, or is a single one."""
+        while self.bytes > self._max_bytes and self.images > 1:
+            if not self.room.reclaim((self.room.adapters,), 1, 0, over=False):
+                return
 
     def begin(self) -> None:
         """A read is ordered."""

@@ -32,3 +32,8 @@ class Kept:
     def wish(self, digest: str) -> None:
         """Have one more brought in."""
         self.wishes.append(digest)
+
+    def unwish(self, digest: str) -> None:
+        """One is no more, and need not be brought in unless some gateway still wants it pinned."""
+        if digest not in self.pinned and digest in self.wishes:
+            self.wishes.remove(digest)

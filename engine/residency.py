@@ -20,7 +20,7 @@ from stencilpress.engine.eviction import Room
 from stencilpress.engine.evictor import Evictor
 from stencilpress.engine.faults import Faults
 from stencilpress.engine.fetches import Fetches
-from stencilpress.engine.host import HostMemory, Image
+from stencilpress.engine.host import NO_LIMIT, HostMemory, Image
 from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, PlaceOrder, Sized
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.wishes import Wishes
@@ -39,8 +39,8 @@ class Capacity:
 
     max_cpu_loras: int
     max_prefetched: int
-    max_cpu_lora_bytes: int = 1 << 62
-    max_adapter_pages: int = 1 << 62
+    max_cpu_lora_bytes: int = NO_LIMIT
+    max_adapter_pages: int = NO_LIMIT
 
 
 class Residency:
@@ -49,8 +49,6 @@ class Residency:
     def __init__(self, pool: Pool, room: Room, capacity: Capacity) -> None:
         self.loads = 0
         self.failures = 0
-        self.hits = 0
-        self.misses = 0
         self.activities = Activities()
         self.faults = Faults(room.clock)
         self.host = HostMemory(capacity.max_cpu_loras, capacity.max_cpu_lora_bytes, room.clock)
@@ -139,8 +137,11 @@ class Residency:
         """Why it cannot be had, while the pause after a failed load lasts; else empty."""
         return self.faults.current(digest)
 
-    def lease(self, digest: str, tenant: int = 0) -> None:
-        """Pin it in the pool. It must be :meth:`ready` (else ``ValueError``); every lease is released once."""
+    def lease(self, digest: str, tenant: int = 0, *, again: bool = False) -> None:
+        """Pin it in the pool. It must be :meth:`ready` (else ``ValueError``); every lease is released once.
+
+        ``again``: for a request that is counted already, since it had a lease before it was preempted.
+        """
         adapter = self._adapters[digest]
         if adapter.tier is not Tier.HBM:
             raise ValueError(f"adapter {digest} is leased but on tier {adapter.tier.value}")
@@ -148,12 +149,8 @@ class Residency:
         activity = self.activities.of(digest)
         activity.tenant = tenant
         activity.heat.add(self._clock())
-        if adapter.fresh:
-            activity.misses += 1
-            self.misses += 1
-        else:
-            activity.hits += 1
-            self.hits += 1
+        if not again:
+            self.activities.count(activity, missed=adapter.fresh)
         with self._adapters.changing(adapter):
             adapter.fresh = False
             if adapter.tenant != tenant:
@@ -203,7 +200,14 @@ class Residency:
 
     def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
         """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
-        return self._wishes.keep(gateway, pinned, preloaded)
+        error = self._wishes.keep(gateway, pinned, preloaded)
+        for digest in tuple(self._forgotten):  # one may have been pinned until now
+            adapter = self._adapters.get(digest)
+            if adapter is not None:
+                self._settle(adapter)
+            elif not self._wishes.pins(digest):
+                self._forgotten.discard(digest)
+        return error
 
     def pump(self, newest: int | None = None) -> None:
         """Order what the wants need and the tiers have room for; placements only for wants up to ``newest``."""
@@ -218,11 +222,16 @@ class Residency:
                 self._wishes.pump()
 
     def forget(self, digest: str) -> int:
-        """An adapter is no more: free its memory now, or after its last lease. Returns the pages still held."""
+        """An adapter is no more: free its memory now, or when its last lease and its last pin have ended.
+
+        Returns the pages still held.
+        """
+        self._wishes.forget(digest)
         adapter = self._adapters.get(digest)
+        if adapter is not None or self._wishes.pins(digest):
+            self._forgotten.add(digest)
         if adapter is None:
             return 0
-        self._forgotten.add(digest)
         self._settle(adapter)
         return adapter.size
 
@@ -241,7 +250,8 @@ class Residency:
             return
         activity = self.activities.of(result.digest)
         known = isinstance(result, Placed) and adapter.image is None  # that its read has failed was the last answer
-        activity.error = result.error
+        if not known:
+            activity.error = result.error
         with self._adapters.changing(adapter):
             if isinstance(result, Fetched):
                 self._take_fetched(adapter, result, activity)
@@ -365,7 +375,9 @@ class Residency:
 
     def _settle(self, adapter: Adapter) -> None:
         """After a change: an adapter that is forgotten leaves as soon as nobody needs it."""
-        if adapter.digest not in self._forgotten or adapter.pinned or adapter.wanted is not None:
+        if adapter.digest not in self._forgotten or self._wishes.pins(adapter.digest):
+            return
+        if adapter.pinned or adapter.wanted is not None:
             return
         if adapter.tier is Tier.HBM:
             self._evictor.evict(adapter)
@@ -373,6 +385,7 @@ class Residency:
             self._fetches.drop(adapter)
         if adapter.tier is Tier.DISK:
             self._forgotten.discard(adapter.digest)
+            self._wishes.forget(adapter.digest)
 
     def _change_hands(self, adapter: Adapter, tenant: int) -> None:
         """Another tenant uses it: it is on that one's account from now on."""

@@ -83,6 +83,7 @@ class Seats:
             if chain is not None:
                 self._prefixes.close(chain)
             return not self.taken and self._residency.evict_kept(request.adapter) and self.take(request, step)
+        again = not request.unbegun
         request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
         self.taken[request.key] = request
         self._owed_tokens += request.owed
@@ -90,7 +91,7 @@ class Seats:
             self._chains[request.key] = chain
             request.skip(self._prefixes.use(chain))
         if request.adapter is not None:
-            self._residency.lease(request.adapter, request.tenant)
+            self._residency.lease(request.adapter, request.tenant, again=again)
             self._grant(request.adapter, step)
         return True
 

@@ -68,6 +68,15 @@ class Wishes:
                     self.pin(adapter)
         return error
 
+    def pins(self, digest: str) -> bool:
+        """Whether some gateway wants it pinned, be there room for it or not."""
+        return digest in self._kept.pinned
+
+    def forget(self, digest: str) -> None:
+        """An adapter is no more: it is not brought in for nobody."""
+        self._activities.cool(digest)
+        self._kept.unwish(digest)
+
     def pin(self, adapter: Adapter) -> None:
         """Pin an adapter in the pool that is to be, if the part for such adapters has room; or no longer. In the middle
         of a change."""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from stencilpress.engine.adapters import Tier
 from stencilpress.engine.eviction import Room
 from stencilpress.engine.faults import BACKOFF_S
 from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
@@ -268,6 +269,7 @@ def test_a_failed_read_that_a_placement_follows_is_one_failure() -> None:
     library.residency.completed(Placed("a", "the read that it follows has failed"))
     assert library.residency.failures == 1
     assert library.residency.failure("a") == "damaged"
+    assert library.residency.activities.of("a").error == "damaged", "what an operator sees"
     assert library.pool.free == library.pool.total
     library.now_s += 1.0
     assert library.residency.failure("a") == ""
@@ -493,6 +495,32 @@ def test_host_memory_keeps_to_its_bytes() -> None:
     assert library.residency.in_hbm == 7
 
 
+def test_images_of_unknown_size_exceed_the_bytes_only_while_they_are_needed() -> None:
+    library = Library(pages=100, max_cpu_loras=100, max_prefetched=7, max_cpu_lora_bytes=350)
+    for arrival, digest in enumerate("abcdefg"):
+        library.residency.want(digest, arrival)
+    assert library.pump() == [FetchOrder("a")], "nobody knows how large they are"
+    library.residency.completed(Fetched("a", 10, 2))
+    assert library.pump() == [*map(FetchOrder, "bcde"), PlaceOrder("a", (1, 0))]
+    library.carry_out(PlaceOrder("a", (1, 0)))
+    for digest in "bcde":
+        library.residency.completed(Fetched(digest, 300, 2))
+    assert library.residency.host.bytes == 1210
+    library.turn()
+    for digest in "abcdefg":
+        library.residency.unwant(digest)
+    library.turn()
+    assert 0 < library.residency.host.bytes <= 350
+    assert library.residency.in_hbm == 7
+
+
+def test_without_a_limit_of_bytes_the_first_reads_are_at_the_same_time() -> None:
+    library = Library(pages=100, max_cpu_loras=100)
+    for arrival, digest in enumerate("abcdefg"):
+        library.residency.want(digest, arrival)
+    assert len(library.pump()) == FETCHES_IN_FLIGHT
+
+
 def test_hits_misses_loads_and_evictions_are_counted_by_adapter() -> None:
     library = Library(pages=2, max_cpu_loras=1)
     library.use("a", 1)
@@ -637,6 +665,66 @@ def test_what_is_forgotten_leaves_when_nobody_needs_it(when: str) -> None:
     assert not residency._forgotten
 
 
+def test_what_is_forgotten_while_it_is_pinned_leaves_with_the_last_pin() -> None:
+    library = Library()
+    library.residency.keep(1, ["a"], [])
+    library.residency.keep(2, ["a"], ["a"])
+    library.turn()
+    assert library.residency.forget("a") == 2
+    library.residency.keep(1, [], [])
+    assert library.residency.ready("a"), "the other gateway may know better: versions may share a content"
+    library.residency.keep(2, [], [])
+    assert library.residency.known("a") is None
+    assert library.pool.free == library.pool.total
+    library.now_s += PREDICT_S
+    assert not any(isinstance(order, FetchOrder) for order in library.turn())
+
+
+def test_what_is_forgotten_on_disk_and_pinned_by_a_late_gateway_leaves_when_that_has_heard() -> None:
+    library = Library(pages=2)
+    library.use("b", 1)
+    library.residency.lease("b")
+    library.residency.keep(1, ["a"], [])
+    library.turn()
+    while library.residency.host.reclaim(0):
+        pass
+    assert library.residency.known("a") is None
+    library.residency.forget("a")
+    library.residency.release("b")
+    library.now_s += PREDICT_S
+    library.turn()
+    library.residency.keep(1, [], [])
+    library.turn()
+    assert library.residency.known("a") is None
+    assert not library.residency._forgotten
+
+
+def test_what_is_forgotten_was_used_often_and_does_not_come_back_for_that() -> None:
+    library = Library()
+    for arrival in range(5):
+        library.use("a", arrival)
+    library.residency.forget("a")
+    library.now_s += PREDICT_S
+    assert library.turn() == [DropOrder("a", "hbm"), DropOrder("a", "host")]
+    assert library.residency.known("a") is None
+
+
+def test_what_is_forgotten_on_its_way_back_does_not_come() -> None:
+    library = Library()
+    for arrival in range(5):
+        library.use("a", arrival)
+    library.residency.evict_one()
+    while library.residency.host.reclaim(0):
+        pass
+    library.pump()
+    library.now_s += PREDICT_S
+    [fetch] = library.pump()
+    library.residency.forget("a")
+    library.carry_out(fetch)
+    assert library.turn() == [DropOrder("a", "host")]
+    assert library.residency.known("a") is None
+
+
 class ResidencyMachine(RuleBasedStateMachine):
     """Requests of three tenants come, run and go over few pages and little host memory, and loads fail."""
 
@@ -731,6 +819,15 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert sum(self.library.room._held.values()) == self.library.pool.adapter
         assert 2 * sum(adapter.size for adapter in known if adapter.kept) <= min(self.most, self.library.pool.total)
         assert self.library.room.idle == sum(adapter.size for adapter in known if adapter.idle)
+
+    @invariant()
+    def what_is_forgotten_is_there_only_while_somebody_needs_it(self) -> None:
+        residency = self.library.residency
+        for digest in residency._forgotten - residency._wishes._kept.pinned:
+            adapter = residency.known(digest)
+            assert adapter is not None
+            under_way = adapter.tier in (Tier.FETCHING, Tier.LOADING)
+            assert under_way or adapter.leases or adapter.wanted is not None or digest in residency._adapters.checks
 
     @invariant()
     def what_is_leased_stays(self) -> None:

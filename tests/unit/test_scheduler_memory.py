@@ -34,6 +34,18 @@ def test_preemption_takes_the_last_seated_and_changes_no_text() -> None:
     assert all(client.text == client.expected for client in clients)
 
 
+def test_a_preempted_request_is_counted_once_among_those_of_its_adapter() -> None:
+    engine = make_engine(pages=8, needs={"A": 2})
+    for i in range(2):
+        engine.submit((1, i), [i] * 6, 12, "A")
+    engine.run_until_idle()
+    stats = engine.scheduler.stats(0)
+    assert stats.preemptions > 0
+    assert (stats.adapter_misses, stats.adapter_hits) == (1, 1)
+    seen = engine.residency.activities.of("A")
+    assert (seen.misses, seen.hits) == (1, 1)
+
+
 def test_idle_adapters_go_before_anybody_is_preempted() -> None:
     engine = make_engine(pages=8, needs={"A": 2, "B": 2})
     for i, adapter in enumerate("AB"):
