@@ -8,6 +8,7 @@ memory; a case that does not compile, spills in earnest, or asks for more shared
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ _LISTS = "*bf16 *bf16 *i32 *i32 *i64 *i32 *fp32 i32 i32 i32"
 """Types of the arguments of shrinks and expands of blocks."""
 _STACK_BYTES = 128
 """A few spilled registers outside of loops cost nothing measurable."""
+_FLOAT_ATOMIC = re.compile(r"\b(atom|red)\.[\w.:]*(f16|bf16|f32|f64)")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -234,6 +236,8 @@ def faults(compiled: Compiled) -> list[str]:
     found = []
     if compiled.stack_bytes > _STACK_BYTES:
         found.append(f"{compiled.stack_bytes} bytes of stack: registers spill")
+    if _FLOAT_ATOMIC.search(compiled.ptx):
+        found.append("floats are added atomically: sums depend on timing")
     if ".cache_hint.b16" in compiled.ptx:
         found.append("weights load two bytes at a time")
     if compiled.shared_bytes > SHARED_BYTES[compiled.capability]:
