@@ -25,6 +25,8 @@ from bench.gpu_cases import (
     PROBES,
     Bench,
     Case,
+    add_case_options,
+    beside,
     decode_floor_ms,
     gpu_bench,
     gpu_parser,
@@ -94,15 +96,15 @@ def churn(bench: Bench, engine: GpuEngine, case: str, fresh: Callable[[], None],
         if turn:
             samples.append(REQUESTS * NEW / run.total_s)
         line, most = run.host_line, max(most, run.most_adapter_bytes)
+    known = bench.known(goal=GOALS.get(case), vllm=VLLM.get(case))
     settings = {
-        "goal": GOALS.get(case),
-        "vllm-0.26.0": VLLM.get(case),
+        **known,
         "max_loras": engine.serving.max_loras,
         "adapter_gib": round(most / 2**30, 3),
     }
     found = bench.result(case, "out_tok_s", "tok/s", samples, floor=churn_floor(bench, kind), settings=settings)
     loads = f"{most / 2**30:.2f} GiB of adapters, {engine.residency.loads} loads"
-    against = f"goal {GOALS.get(case)} vllm {VLLM.get(case)} limit {found.floor}"
+    against = beside(known, found.floor)
     print(f"{case:10} {found.value:8.0f} tok/s {found.spread} {against} {loads}   {line}", flush=True)
     return found
 
@@ -115,7 +117,7 @@ def against_resident(bench: Bench, engine: GpuEngine, images: RandomImages, case
     name = "resident" if case == "warm" else f"{case}-resident"
     found = churn(bench, engine, name, lambda: None, kind)
     ratio = bench.result(case, "of_resident", "", [capped.value / found.value], floor=1.0)
-    print(f"{case} has {ratio.value:.3f} of resident, goal {RESIDENT_GOAL}", flush=True)
+    print(f"{case} has {ratio.value:.3f} of resident {beside(bench.known(goal=RESIDENT_GOAL), None)}", flush=True)
     return [capped, found, ratio]
 
 
@@ -244,19 +246,16 @@ def first_use(bench: Bench, engine: GpuEngine, images: RandomImages, adapters_di
     results.append(_first_use(bench, "first-use-page-cache", all_ms[warm:], slowest_ms))
     ratio = [elapsed_ms / slowest_ms for elapsed_ms in all_ms[warm:]]
     results.append(bench.result("first-use-page-cache", "of_slowest_stage", "", ratio, floor=1.0))
-    print(f"first-use-page-cache takes {results[-1].value:.2f} of its slowest stage, goal {STAGE_LIMIT}", flush=True)
+    against = beside(bench.known(goal=STAGE_LIMIT), None)
+    print(f"first-use-page-cache takes {results[-1].value:.2f} of its slowest stage {against}", flush=True)
     return results
 
 
 def _first_use(bench: Bench, case: str, samples: Sequence[float], floor: float) -> Result:
-    settings: dict[str, float] = {
-        "vllm-0.26.0": VLLM["first-use"],
-        "adapter_bytes": payload_bytes(bench.base.spec, kind_of(0)),
-    }
-    if case in GOALS:
-        settings["goal"] = GOALS[case]
+    known = bench.known(goal=GOALS.get(case), vllm=VLLM["first-use"])
+    settings = {**known, "adapter_bytes": payload_bytes(bench.base.spec, kind_of(0))}
     found = bench.result(case, "added_ms", "ms", samples, floor=floor, settings=settings)
-    print(f"{case:20} {found.value:8.3f} ms {found.spread} vllm 61 limit {found.floor}", flush=True)
+    print(f"{case:20} {found.value:8.3f} ms {found.spread} {beside(known, found.floor)}", flush=True)
     return found
 
 
@@ -295,9 +294,10 @@ def gaps(bench: Bench, engine: GpuEngine, adapters_dir: Path) -> Result:
         if turn:
             samples.append(p99_ms[1] / p99_ms[0])
         print(f"  p99 quiet {p99_ms[0]:.3f} ms, loading {p99_ms[1]:.3f} ms, {feed.placed} adapters placed", flush=True)
-    settings = {"goal": GOALS["itl-p99"], "streams": STREAMS}
+    known = bench.known(goal=GOALS["itl-p99"])
+    settings = {**known, "streams": STREAMS}
     found_ratio = bench.result("itl-p99", "ratio", "", samples, floor=1.0, settings=settings)
-    print(f"itl-p99    {found_ratio.value:8.3f} {found_ratio.spread} goal 1.2", flush=True)
+    print(f"itl-p99    {found_ratio.value:8.3f} {found_ratio.spread} {beside(known, found_ratio.floor)}", flush=True)
     return found_ratio
 
 
@@ -380,13 +380,12 @@ def ours(bench: Bench, kinds: list[AdapterKind], chosen: Sequence[str]) -> list[
 def main(arguments: list[str]) -> int:
     """Measure the chosen cases, then peers on the warm one."""
     parser = gpu_parser("churn")
-    parser.add_argument("--cases", default="", help="comma-separated; all if empty")
+    add_case_options(parser, CASES)
     options = parser.parse_args(arguments)
-    chosen = options.cases.split(",") if options.cases else CASES
     bench = gpu_bench("churn", options)
     kinds = drawn(kind_of)
-    results = ours(bench, kinds, chosen)
-    for peer_class in installed(options.peer if "warm" in chosen else ()):
+    results = ours(bench, kinds, options.cases)
+    for peer_class in installed(options.peer if "warm" in options.cases else ()):
         with peer_class.serving(bench.base, kinds, REQUESTS, PEER_SLOTS) as peer:
             results.append(theirs(bench, peer))
     if options.record:

@@ -116,7 +116,7 @@ class Case:
 
 def main(arguments: list[str]) -> int:
     """Print p95, best and worst of each case; 1 if a p95 is above the target."""
-    parser = argparse.ArgumentParser(prog="python -m bench console")
+    parser = argparse.ArgumentParser(prog="python -m bench console", description=__doc__)
     parser.add_argument("--keys", type=int, default=100_000)
     parser.add_argument("--audit", type=int, default=1_000_000)
     parser.add_argument("--usage", type=int, default=10_000_000)

@@ -156,7 +156,7 @@ def measure(server: Server, peer: Peer, tokenizer: Tokenizer, rounds: int, weigh
 
 def main(arguments: list[str]) -> int:
     """Run, print the table, append to bench/results."""
-    parser = argparse.ArgumentParser(prog="python -m bench cpu")
+    parser = argparse.ArgumentParser(prog="python -m bench cpu", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path.home() / ".local/share/stencilpress")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)

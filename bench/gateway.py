@@ -329,20 +329,22 @@ async def _burst(target: Target) -> list[Seen]:
 
 def main(arguments: list[str]) -> int:
     """Run all cases, print them, and append them to bench/results with ``--record``."""
-    parser = argparse.ArgumentParser(prog="python -m bench gateway")
+    parser = argparse.ArgumentParser(prog="python -m bench gateway", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path.home() / ".local/share/stencilpress")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", action="store_true", help="append to bench/results; for a machine that is quiet")
     parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
     parser.add_argument("--litellm", type=Path, help="its command, to measure it in the same run")
-    parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain")
+    parser.add_argument("--cases", default="streams,thousand,burst,saturation,plain", help="some of these, or memory")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the case memory")
     options = parser.parse_args(arguments)
+    cases = options.cases.split(",")
+    if unknown := set(cases) - {*parser.get_default("cases").split(","), "memory"}:
+        parser.error(f"no case {', '.join(sorted(unknown))}")
     model_dir = options.data / "v1" / "models" / BASE
     os.sched_setaffinity(0, {LOAD_CORE})
     load = os.getloadavg()[0]
     print(f"load before: {load:.2f}")
-    cases = options.cases.split(",")
     results: list[Result] = []
     with running(model_dir, INTERVAL_MS) as bench:
         if "streams" in cases:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from bench.gpu_random import SHAPES, random_weights
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import load_weights
-from stencilpress.engine.spec import ModelSpec, load_spec
+from stencilpress.engine.spec import ModelSpec, SpecError, load_spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,14 @@ class Base:
             random_weights(self.spec, device) if self.folder is None else load_weights(self.folder, self.spec, device)
         )
 
+    @property
+    def is_default(self) -> bool:
+        """Whether this is the shape that goals and other systems' known figures are for."""
+        return self.folder is None and self.name == DEFAULT_SHAPE
+
     def case(self, name: str) -> str:
-        """A case's name in result files: goals and peers' figures are for the first shape alone."""
-        return name if self.name == DEFAULT_SHAPE else f"{name} {self.name}"
+        """A case's name in result files."""
+        return name if self.is_default else f"{name} {self.name}"
 
 
 DEFAULT_SHAPE = next(iter(SHAPES))
@@ -45,16 +52,22 @@ def add_base_options(options: argparse.ArgumentParser) -> None:
 
 
 def chosen_base(options: argparse.Namespace) -> Base:
-    """What the options name. Raises ``SpecError`` for a folder that cannot be served."""
+    """What the options name. Ends the process with one line for a folder that cannot be served."""
     if options.model is None:
         return Base(options.shape, SHAPES[options.shape])
+    if not (options.model / "config.json").is_file():
+        raise SystemExit(f"--model {options.model}: not a model folder, there is no config.json in it")
     folder = options.model if (options.model / "base.json").exists() else _with_id(options.model)
-    return Base(options.model.resolve().name, load_spec(folder), folder)
+    try:
+        return Base(options.model.resolve().name, load_spec(folder), folder)
+    except SpecError as error:
+        raise SystemExit(f"--model {options.model}: {error}") from error
 
 
 def _with_id(folder: Path) -> Path:
     """A folder of links to a model that was not pulled, with the id that it lacks."""
     linked = Path(tempfile.mkdtemp(prefix="bench-model-"))
+    atexit.register(shutil.rmtree, linked)
     for file in folder.resolve().iterdir():
         (linked / file.name).symlink_to(file)
     (linked / "base.json").write_text(json.dumps({"id": folder.resolve().name}))

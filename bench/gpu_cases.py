@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from bench.gpu_base import Base, add_base_options, chosen_base
 from bench.gpu_check import Checker, faults
+from bench.gpu_device import add_record_options, device_label, has_goals, require_gpu
 from bench.gpu_engine import GpuEngine, MakeLoader, Run, Serving
 from bench.gpu_peers import PEERS, Peer, installed
 from bench.gpu_random import ALL7, ATTENTION, AdapterKind, RandomImages, RandomLoader, payload_bytes
@@ -98,7 +100,15 @@ class Bench:
     base: Base
     ceilings: Ceilings
     repeats: int
+    gpu: str
     device: str
+
+    def known(self, *, goal: float | None = None, vllm: float | None = None) -> dict[str, float]:
+        """Settings of the goal and vLLM's figure: both are for the first shape on one kind of GPU, and left out
+        elsewhere."""
+        if not self.base.is_default or not has_goals(self.gpu):
+            return {}
+        return {name: v for name, v in (("goal", goal), ("vllm-0.26.0", vllm)) if v is not None}
 
     def least_s(self, run: Run, least: Run) -> float:
         """The time of a run that reads fewer adapters, and what reading the further ones takes as fast as a copy."""
@@ -126,12 +136,18 @@ class Bench:
             device=self.device,
             floor=None if floor is None else round(floor, 3),
             settings={
-                "gpu": torch.cuda.get_device_name(),
+                "gpu": self.gpu,
                 "base": self.base.name,
                 "dtype": self.base.spec.dtype,
                 **(settings or {}),
             },
         )
+
+
+def beside(known: dict[str, float], limit: float | None) -> str:
+    """What is printed beside a figure."""
+    figures = {**known, **({} if limit is None else {"limit": limit})}
+    return " ".join(f"{name} {value:.6g}" for name, value in figures.items())
 
 
 Measure = Callable[[Bench, GpuEngine, Case], Result]
@@ -140,10 +156,11 @@ Theirs = Callable[[Bench, Peer, Case], Result]
 
 def measure_cases(name: str, cases: Iterable[Case], measure: Measure, theirs: Theirs, arguments: list[str]) -> int:
     """The whole of a bench: the chosen cases in one engine that was proved right, then peers; record if asked."""
+    by_name = {case.name: case for case in cases}
     parser = gpu_parser(name)
-    parser.add_argument("--cases", default="", help="comma-separated; all if empty")
+    add_case_options(parser, list(by_name))
     options = parser.parse_args(arguments)
-    chosen = [case for case in cases if not options.cases or case.name in options.cases.split(",")]
+    chosen = [by_name[case] for case in options.cases]
     bench = gpu_bench(name, options)
     images = RandomImages(bench.base.spec, [*PROBES, *_kinds(chosen)], torch.device("cuda"))
     engine = proved_engine(bench.base, images, Serving())
@@ -169,20 +186,37 @@ def peer_results(peer_class: type[Peer], bench: Bench, cases: Sequence[Case], th
 
 def gpu_parser(name: str) -> argparse.ArgumentParser:
     """Options of all GPU benches."""
-    options = argparse.ArgumentParser(prog=f"python -m bench {name}")
+    about = importlib.import_module(f"bench.{name}").__doc__
+    options = argparse.ArgumentParser(prog=f"python -m bench {name}", description=about)
     add_base_options(options)
-    options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--record", action="store_true", help="append to bench/results")
-    options.add_argument("--device-name", default="h200", help="names the result file")
-    options.add_argument("--peer", action="append", choices=PEERS, default=[], help="measure it too, if installed")
+    options.add_argument("--repeats", type=int, default=3, help="turns that count, after one that warms up")
+    add_record_options(options)
     return options
 
 
+def add_case_options(options: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """``--cases``, some of ``names``, and ``--peer``."""
+
+    def some(text: str) -> list[str]:
+        chosen = text.split(",") if text else list(names)
+        if unknown := [name for name in chosen if name not in names]:
+            raise argparse.ArgumentTypeError(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
+        return [name for name in names if name in chosen]
+
+    options.add_argument("--cases", type=some, default=list(names), help=f"comma-separated, of {', '.join(names)}")
+    options.add_argument(
+        "--peer", action="append", choices=PEERS, default=[], help="measure it too, if installed; may be repeated"
+    )
+
+
 def gpu_bench(name: str, options: argparse.Namespace) -> Bench:
-    """The bench that the options ask for; prints the card's ceilings."""
-    ceilings = measure_ceilings()
-    print(f"{torch.cuda.get_device_name()}, {ceilings}", flush=True)
-    return Bench(name, chosen_base(options), ceilings, options.repeats, options.device_name)
+    """The bench that the options ask for; prints the card's ceilings. Ends the process with one line where there is
+    no GPU, or no such model."""
+    base = chosen_base(options)
+    require_gpu(name)
+    gpu, ceilings = torch.cuda.get_device_name(), measure_ceilings()
+    print(f"{gpu}, {ceilings}", flush=True)
+    return Bench(name, base, ceilings, options.repeats, gpu, options.device_name or device_label(gpu))
 
 
 def proved_engine(base: Base, images: RandomImages, serving: Serving) -> GpuEngine:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench.gpu_adapters import add_exactly, build
+from bench.gpu_device import add_record_options, device_label, has_goals, require_gpu
 from bench.gpu_linear import LINEAR_SHAPES, linear_times
 from bench.gpu_timing import Ceilings, Timing, graph_samples, measure_ceilings, relative
 from bench.results import Result, median_result, record
@@ -245,7 +246,7 @@ def resolve_time(device: torch.device) -> Timing:
 
 def line(timing: Timing, ceilings: Ceilings) -> str:
     floor = ceilings.floor_us(timing)
-    goal = f"{timing.goal_us:6.1f}" if timing.goal_us else "     -"
+    goal = f"{timing.goal_us:6.1f}" if timing.goal_us and has_goals(torch.cuda.get_device_name()) else "     -"
     rate = timing.bytes_moved / timing.median_us / 1e3
     return (
         f"{timing.case:32s} {timing.system:12s} {timing.median_us:9.2f} us"
@@ -254,7 +255,8 @@ def line(timing: Timing, ceilings: Ceilings) -> str:
     )
 
 
-def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: str) -> list[Result]:
+def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: str | None) -> list[Result]:
+    gpu = torch.cuda.get_device_name()
     return [
         median_result(
             [round(s, 3) for s in t.samples_us],
@@ -263,16 +265,16 @@ def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: s
             metric="us",
             unit="us",
             system=t.system,
-            device=device,
+            device=device or device_label(gpu),
             floor=round(ceilings.floor_us(t), 3),
             settings={
-                "gpu": torch.cuda.get_device_name(),
+                "gpu": gpu,
+                **({"goal": t.goal_us} if t.goal_us and has_goals(gpu) else {}),
                 "dtype": "bfloat16",
                 "gb_s": round(t.bytes_moved / t.median_us / 1e3),
                 "tflop_s": round(t.flops / t.median_us / 1e6, 1),
                 "relative_error": float(f"{t.error:.2e}"),
                 "copy_gb_s": round(ceilings.copy_gb_s),
-                "goal": t.goal_us,
             },
         )
         for t in timings
@@ -282,9 +284,9 @@ def results(timings: Sequence[Timing], bench: str, ceilings: Ceilings, device: s
 def main(argv: Sequence[str]) -> int:
     """Measure all cases; print a table and, if asked, record it."""
     parser = argparse.ArgumentParser(prog="python -m bench kernels", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="append to bench/results")
-    parser.add_argument("--device-name", default="h200", help="names the result file")
+    add_record_options(parser)
     options = parser.parse_args(argv)
+    require_gpu("kernels")
     device = torch.device("cuda")
     torch.manual_seed(1)
     ceilings = measure_ceilings(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from bench.gpu_cases import MIX, Bench, Case, decode_floor_ms, measure_cases, prompts
+from bench.gpu_cases import MIX, Bench, Case, beside, decode_floor_ms, measure_cases, prompts
 from bench.gpu_engine import GpuEngine
 from bench.gpu_peers import Peer
 from bench.gpu_random import ALL7
@@ -35,9 +35,9 @@ def measure(bench: Bench, engine: GpuEngine, case: Case) -> Result:
             samples.append(statistics.median(run.tpot_ms))
         line = run.host_line
     floor = decode_floor_ms(engine.spec, bench.ceilings, case, PROMPT + NEW / 2)
-    known = {"goal": case.goal, "vllm-0.26.0": case.vllm}
+    known = bench.known(goal=case.goal, vllm=case.vllm)
     found = bench.result(case.name, "tpot_ms", "ms", samples, floor=floor, settings=known)
-    against = f"goal {case.goal} vllm {case.vllm} limit {floor:.2f}"
+    against = beside(known, found.floor)
     print(f"{case.name:14} {found.value:7.3f} ms {found.spread} {against}   {line}", flush=True)
     return found
 

@@ -57,7 +57,7 @@ asyncio.run(main())
 
 def main(arguments: list[str]) -> int:
     """Print the share of a core by listeners and the time by part; 1 if twenty listeners cost more than the target."""
-    parser = argparse.ArgumentParser(prog="python -m bench live")
+    parser = argparse.ArgumentParser(prog="python -m bench live", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--record", action="store_true", help="append to bench/results")
     given = parser.parse_args(arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu_cases import MIX, Case, gpu_bench, gpu_parser, prompts, random_loader
+from bench.gpu_cases import MIX, Case, beside, gpu_bench, gpu_parser, prompts, random_loader
 from bench.gpu_engine import GpuEngine, Serving
 from bench.gpu_random import RandomImages, payload_bytes
 from bench.results import record
@@ -25,11 +25,9 @@ def main(arguments: list[str]) -> int:
     held_gib = run.most_adapter_bytes / 2**30
     assert engine.residency.in_hbm == len(kinds)
     floor = sum(payload_bytes(bench.base.spec, kind) for kind in kinds) / 2**30
-    settings = {"goal": CASE.goal, "vllm-0.26.0": CASE.vllm}
-    found = bench.result(CASE.name, "gib", "GiB", [held_gib], floor=floor, settings=settings)
-    print(
-        f"{CASE.name} {found.value:.3f} GiB, their weights {floor:.3f}, goal {CASE.goal}, vllm {CASE.vllm}", flush=True
-    )
+    known = bench.known(goal=CASE.goal, vllm=CASE.vllm)
+    found = bench.result(CASE.name, "gib", "GiB", [held_gib], floor=floor, settings=known)
+    print(f"{CASE.name} {found.value:.3f} GiB, their weights {floor:.3f} {beside(known, None)}", flush=True)
     engine.close()
     if options.record:
         record([found], ("torch", "triton"))

@@ -30,7 +30,7 @@ def digests(data: Path) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     """Print every difference; exit code 1 if one is not a tie."""
-    parser = argparse.ArgumentParser(prog="python -m bench parity")
+    parser = argparse.ArgumentParser(prog="python -m bench parity", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path.home() / ".local/share/stencilpress")
     options = parser.parse_args(arguments)
     model_dir, adapters = options.data / "v1" / "models" / BASE, shipped_adapters()

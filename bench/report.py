@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def main(arguments: list[str]) -> int:  # noqa: ARG001 - every measurement's main takes its arguments
+def main(arguments: list[str]) -> int:
     """Rewrite the page."""
+    argparse.ArgumentParser(prog="python -m bench report", description=__doc__).parse_args(arguments)
     rows = newest()
     lines = [INTRO]
     for bench, device in sorted({(row["bench"], row["device"]) for row in rows}):

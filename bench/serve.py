@@ -25,6 +25,7 @@ import aiohttp
 import psutil
 import torch
 
+from bench.gpu_device import device_label, require_gpu
 from bench.results import Result, median_result, record
 from bench.serve_checks import Checks, Errors, first_tokens_hold, judge_greedy, load_figures, version_holds, whole
 from bench.serve_client import Api, RefusedError, Stream, load
@@ -254,18 +255,21 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench serve")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(prog="python -m bench serve", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, or cpu for --small without a GPU")
     parser.add_argument("--devices", default="0", help="one for each engine: 0, 0,1 or 0,0 (two engines on one GPU)")
     parser.add_argument("--pool-gib", type=float, help=f"of each engine; default: {SHARED_POOL_GIB:g} on a shared GPU")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="a small base and little load, for a CPU; not recorded")
     parser.add_argument("--record", action="store_true", help="append to bench/results, if all checks hold")
-    parser.add_argument("--device-name", default="h200", help="names the result file of a GPU")
+    parser.add_argument("--device-name", help="names the result file of a GPU; default: its own, as in h200")
     parser.add_argument("--note", default="", help="what else ran on the machine, kept with recorded results")
     options = parser.parse_args(arguments)
     if options.small and options.record:
         parser.error("--small is a rehearsal: its figures are not recorded")
+    options.device = options.device or ("cpu" if options.small and not torch.cuda.is_available() else "cuda")
+    if options.device == "cuda":
+        require_gpu("serve")
     options.engines = options.devices.split(",")
     if options.pool_gib is None and options.device == "cuda" and len(set(options.engines)) < len(options.engines):
         options.pool_gib = SHARED_POOL_GIB
@@ -307,7 +311,9 @@ def _server_settings(options: argparse.Namespace, models: Models) -> dict[str, s
 
 
 def _device_name(options: argparse.Namespace) -> str:
-    return str(options.device_name) if options.device == "cuda" else f"cpu{os.cpu_count()}"
+    if options.device == "cuda":
+        return options.device_name or device_label(torch.cuda.get_device_name())
+    return f"cpu{os.cpu_count()}"
 
 
 def _operator_key(data: Path) -> str:

@@ -258,7 +258,7 @@ async def _is_ready(http: aiohttp.ClientSession, server: Server) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Run it and print what came of it; 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m bench soak")
+    parser = argparse.ArgumentParser(prog="python -m bench soak", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--quotas", choices=("embedded", "valkey"), default="embedded")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.gpu_cases import MIX, Bench, Case, decode_floor_ms, measure_cases, prompts
+from bench.gpu_cases import MIX, Bench, Case, beside, decode_floor_ms, measure_cases, prompts
 from bench.gpu_engine import GpuEngine
 from bench.gpu_peers import Peer
 from bench.gpu_random import ALL7
@@ -35,9 +35,9 @@ def measure(bench: Bench, engine: GpuEngine, case: Case) -> Result:
         if turn:
             samples.append(REQUESTS * NEW / run.total_s)
         line = run.host_line
-    known = {"goal": case.goal, "vllm-0.26.0": case.vllm}
+    known = bench.known(goal=case.goal, vllm=case.vllm)
     found = bench.result(case.name, "out_tok_s", "tok/s", samples, floor=floor_tok_s(bench, case), settings=known)
-    against = f"goal {case.goal:.0f} vllm {case.vllm:.0f} limit {found.floor:.0f}"
+    against = beside(known, found.floor)
     print(f"{case.name:14} {found.value:8.0f} tok/s {found.spread} {against}   {line}", flush=True)
     return found
 
