@@ -53,7 +53,8 @@ def installed(names: Sequence[str]) -> Iterator[type[Peer]]:
 
 
 class Peft:
-    """transformers' ``generate``; adapters of one batch by PEFT's ``adapter_names``."""
+    """transformers' ``generate``; adapters of one batch by PEFT's ``adapter_names``. Their weights stay in the base's
+    dtype, as everywhere here: PEFT would widen them, which training needs."""
 
     def __init__(self, model: Any, names: dict[str, str]) -> None:
         self.system = f"peft-{version('peft')}"
@@ -84,9 +85,9 @@ class Peft:
             for i, kind in enumerate(kinds):
                 path = write_adapter(base.spec, kind, Path(folder) / f"adapter-{i}")
                 if i == 0:
-                    model = PeftModel.from_pretrained(model, path, adapter_name="a0")
+                    model = PeftModel.from_pretrained(model, path, adapter_name="a0", autocast_adapter_dtype=False)
                 else:
-                    model.load_adapter(path, adapter_name=f"a{i}")
+                    model.load_adapter(path, adapter_name=f"a{i}", autocast_adapter_dtype=False)
                 names[kind.digest] = f"a{i}"
             peer = cls(model.eval(), names)
             del model
@@ -101,7 +102,9 @@ class Peft:
     @torch.inference_mode()
     def elapsed_s(self, prompts: Sequence[Sequence[int]], digests: Sequence[str], new_tokens: int) -> float:
         ids = torch.tensor(prompts, device=DEVICE)
-        options: dict[str, Any] = {"adapter_names": [self._names[d] for d in digests]} if self._names else {}
+        options: dict[str, Any] = {}
+        if self._names:
+            options["adapter_names"] = [self._names[digest] if digest else "__base__" for digest in digests]
         _wait()
         start = time.perf_counter()
         out = self._model.generate(
@@ -174,7 +177,7 @@ class Vllm:
         parameters = SamplingParams(
             temperature=0.0, min_tokens=new_tokens, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
-        loras = [self._requests.get(digest) for digest in digests] if self._requests else None
+        loras = [self._requests[digest] if digest else None for digest in digests] if any(digests) else None
         start = time.perf_counter()
         answers = self._llm.generate(
             [{"prompt_token_ids": list(p)} for p in prompts], parameters, lora_request=loras, use_tqdm=False
