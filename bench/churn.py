@@ -58,7 +58,7 @@ STAGE_LIMIT = 1.3
 FIRST_USES = 30
 CASES = ("warm", "mix", "cold", "first-use", "itl-p99")
 GOALS = {"warm": 9500, "cold": 8000, "first-use": 0.7, "itl-p99": 1.2}
-VLLM = {"warm": 3599, "cold": 2050, "first-use": 61}
+VLLM = {"warm": 3599, "cold": 2050, "first-use": 61, "first-use-host": 61}
 
 Answer = TypeVar("Answer", Sized, Fetched, Placed)
 
@@ -252,7 +252,7 @@ def first_use(bench: Bench, engine: GpuEngine, images: RandomImages, adapters_di
 
 
 def _first_use(bench: Bench, case: str, samples: Sequence[float], floor: float) -> Result:
-    known = bench.known(goal=GOALS.get(case), vllm=VLLM["first-use"])
+    known = bench.known(goal=GOALS.get(case), vllm=VLLM.get(case))
     settings = {**known, "adapter_bytes": payload_bytes(bench.base.spec, kind_of(0))}
     found = bench.result(case, "added_ms", "ms", samples, floor=floor, settings=settings)
     print(f"{case:20} {found.value:8.3f} ms {found.spread} {beside(known, found.floor)}", flush=True)
