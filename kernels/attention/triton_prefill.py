@@ -152,46 +152,14 @@ def prefill_kernel(
     t_M = position + i
     near = (position + 1) // N * N
     acc_MD, peak_M, sum_M = _attend(
-        q_MD,
-        acc_MD,
-        peak_M,
-        sum_M,
-        kv_ptr,
-        table_ptr,
-        t_M,
-        0,
-        near,
-        page_elems,
-        scale,
-        G,
-        D,
-        DP,
-        PAGE,
-        N,
-        False,
-        F32_DOT,
-    )
+        q_MD, acc_MD, peak_M, sum_M, kv_ptr, table_ptr, t_M, 0, near, page_elems, scale,
+        G, D, DP, PAGE, N, False, F32_DOT,
+    )  # fmt: skip
     end = position + rows
     acc_MD, peak_M, sum_M = _attend(
-        q_MD,
-        acc_MD,
-        peak_M,
-        sum_M,
-        kv_ptr,
-        table_ptr,
-        t_M,
-        near,
-        end,
-        page_elems,
-        scale,
-        G,
-        D,
-        DP,
-        PAGE,
-        N,
-        True,
-        F32_DOT,
-    )
+        q_MD, acc_MD, peak_M, sum_M, kv_ptr, table_ptr, t_M, near, end, page_elems, scale,
+        G, D, DP, PAGE, N, True, F32_DOT,
+    )  # fmt: skip
     out_place = (row + i).to(tl.int64) * (G * HEADS * D) + head * D
     out_MD = (acc_MD / tl.maximum(sum_M, 1e-30)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_place[:, None] + d[None, :], out_MD, mask=keep)
