@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 from pathlib import Path
@@ -26,6 +27,10 @@ from stencilpress.engine.settings import EngineSettings, SettingsError, suit_dev
 from stencilpress.engine.spec import ModelSpec, PageGeometry, page_geometry
 from stencilpress.engine.worker import Launches, Runs, Worker
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+logger = logging.getLogger(__name__)
+
 
 def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) -> Worker:
     """Load the weights, allocate the pool and wire the parts.
@@ -33,6 +38,7 @@ def compose(settings: EngineSettings, spec: ModelSpec, listener: socket.socket) 
     Raises ``WeightsError``, ``SettingsError`` or ``MemoryError`` for what this device cannot serve.
     """
     device = _device(settings)
+    logger.info("computing on %s", torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU")
     settings = suit_device(settings, device.type)
     geometry = page_geometry(spec, settings.max_lora_rank)
     limits = derive_limits(settings, spec, geometry)
@@ -108,7 +114,11 @@ def _cpu_runner(spec: ModelSpec, weights: Weights, memory: PoolMemory, loader: L
 def _device(settings: EngineSettings) -> torch.device:
     """Raises ``SettingsError`` where a GPU is asked for and none can be used."""
     if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if NVIDIA_DRIVER.exists():
+            logger.warning("torch %s cannot use this machine's NVIDIA driver: computing on the CPU", torch.__version__)
+        return torch.device("cpu")
     if settings.device == "cuda":
         try:
             torch.cuda.current_device()
