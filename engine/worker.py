@@ -145,7 +145,7 @@ class Worker:
                 self._take(event)
         for result in self._loader.results():
             self._scheduler.loaded(result)
-            if isinstance(result, Fetched):
+            if isinstance(result, Fetched) or result.error:  # the latter: asked after the read failed that it follows
                 for connection, ask in self._ensures.pop(result.digest, ()):
                     self._send(connection, Ensured(ask, result.error))
         self._send_held()

@@ -38,7 +38,16 @@ from stencilpress.engine.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from stencilpress.engine.plan import DropOrder, LoadOrder, LoadResult, Sampled, StepPlan
+from stencilpress.engine.plan import (
+    DropOrder,
+    Fetched,
+    LoadOrder,
+    LoadResult,
+    Placed,
+    Sampled,
+    Sized,
+    StepPlan,
+)
 from stencilpress.engine.pool import Pool, PoolError
 from stencilpress.engine.prefix import PrefixCache
 from stencilpress.engine.residency import Capacity, Residency
@@ -278,6 +287,26 @@ def test_ensure_answers_when_the_adapter_has_been_read(shop: Shop) -> None:
     shop.until(lambda: len(gateway.answers) == 5)
     assert gateway.answers[3:] == [Ensured(4, ""), Ensured(5, "no such file")]
     assert shop.loader.loader.fetches == ["A", "B"]
+
+
+def test_ensure_is_answered_though_the_read_has_failed_that_a_placement_follows(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[LoadOrder] = []
+    monkeypatch.setattr(shop.loader, "submit", orders.append)
+    gateway = shop.gateway()
+    gateway.submit(1, [1], 1, "A")
+    shop.until(lambda: bool(orders))
+    shop.loader._results.append(Sized("A", 3))
+    shop.until(lambda: len(orders) == 2)
+    shop.loader._results.append(Fetched("A", 0, 0, "damaged"))
+    shop.until(gateway.ended(1))
+    shop.residency.faults.clear("A")  # its pause is over
+    gateway.peer.send(Ensure(2, "A"))
+    shop.until(lambda: bool(shop.worker._ensures))
+    shop.loader._results.append(Placed("A", "the read that was to be followed has failed"))
+    shop.until(lambda: bool(gateway.answers))
+    assert gateway.answers == [Ensured(2, "the read that was to be followed has failed")]
 
 
 def test_ensures_beyond_the_bound_are_refused(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
