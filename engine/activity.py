@@ -16,7 +16,8 @@ MAX_REMEMBERED = 4096
 class Activity:
     """Counts since the engine began. ``misses`` are the requests that an adapter was loaded for, ``hits`` the others.
 
-    ``read_s`` and ``copy_s`` are what all loads from disk and from host memory took; ``error`` why the last one failed.
+    ``read_s`` and ``copy_s`` are what all loads from disk and from host memory took, a copy without what it waited for
+    the read that it follows; ``error`` why the last one failed.
     """
 
     digest: str
@@ -50,6 +51,18 @@ class Activities:
         else:
             self._known.move_to_end(digest)
         return activity
+
+    def asked(self, digest: str, tenant: int) -> None:
+        """Somebody of a tenant begins to wait for an adapter, which was perhaps not seen before."""
+        known = digest in self._known
+        activity = self.of(digest)
+        if not known:
+            activity.tenant = tenant
+
+    def last_tenant(self, digest: str) -> int:
+        """Who used an adapter last, or asked for it first; 0 if it is not remembered."""
+        activity = self._known.get(digest)
+        return 0 if activity is None else activity.tenant
 
     def count(self, activity: Activity, *, missed: bool) -> None:
         """A request has got its adapter."""

@@ -6,6 +6,8 @@ Whether it is sound is known at the end alone: nothing may use what was copied u
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Condition
 
@@ -22,9 +24,13 @@ class Hosted:
 
 
 class Incoming:
-    """Written by the thread that reads and by those that read its blocks, followed by another one."""
+    """Written by the thread that reads and by those that read its blocks, followed by another one.
+
+    ``waited_s`` is how long that one has waited.
+    """
 
     def __init__(self, block_bytes: int) -> None:
+        self.waited_s = 0.0
         self._block_bytes = block_bytes
         self._changed = Condition()
         self._coming: Hosted | None = None
@@ -61,18 +67,23 @@ class Incoming:
     def coming(self) -> Hosted | None:
         """Wait for the first attempt; None if the read ended without one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._coming is not None or self._ended)
+            self._wait_for(lambda: self._coming is not None or self._ended)
             return self._coming
 
     def follow(self, coming: Hosted, end: int) -> int:
         """Wait until the first ``end`` bytes of an attempt are in memory; how many there are. 0 if it was in vain."""
         with self._changed:
             self._awaited_bytes = end
-            self._changed.wait_for(lambda: self._complete_bytes >= end or self._coming is not coming or self._ended)
+            self._wait_for(lambda: self._complete_bytes >= end or self._coming is not coming or self._ended)
             return self._complete_bytes if self._coming is coming and self._complete_bytes >= end else 0
 
     def outcome(self) -> Hosted | None:
         """Wait for the end of the read: its image, or None if it has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended)
+            self._wait_for(lambda: self._ended)
             return self._outcome
+
+    def _wait_for(self, ready: Callable[[], bool]) -> None:
+        start = time.perf_counter()
+        self._changed.wait_for(ready)
+        self.waited_s += time.perf_counter() - start

@@ -155,7 +155,8 @@ class Loader:
         except Exception as error:  # noqa: BLE001 as above
             answer = Placed(order.digest, _reason(order, error))
         else:
-            answer = Placed(order.digest, seconds=time.perf_counter() - start)
+            waited_s = incoming.waited_s if incoming is not None else 0.0
+            answer = Placed(order.digest, seconds=time.perf_counter() - start - waited_s)
         self._answer(answer)
 
     def _fetch(self, digest: str, incoming: Incoming) -> Hosted:

@@ -84,6 +84,8 @@ class Residency:
     def want(self, digest: str, arrival: int, tenant: int = 0) -> None:
         """Bring it in, and keep it, for a waiting request that came as number ``arrival``; replaces an earlier want."""
         adapter = self._adapters.make(digest)
+        if adapter.wanted is None:
+            self.activities.asked(digest, tenant)  # an operator sees who waits for a slow disk
         if adapter.wanted != arrival:
             with self._adapters.changing(adapter):
                 adapter.wanted = arrival

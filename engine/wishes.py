@@ -106,6 +106,7 @@ class Wishes:
         if adapter.tier is Tier.DISK:
             if self._faults.current(adapter.digest) or not self._has_host_room(adapter):
                 return False
+            adapter.tenant = self._activities.last_tenant(adapter.digest)
             self._fetches.order(adapter)
         elif adapter.tier is Tier.HOST:
             pages = self._pool.allocate(adapter.needs, adapter.digest) if self._has_pool_room(adapter) else None

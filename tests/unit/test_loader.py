@@ -22,6 +22,7 @@ from stencilpress.engine import loader as loader_module
 from stencilpress.engine.copies import Piece, copy_pieces
 from stencilpress.engine.image import ImageError, image_name, open_image
 from stencilpress.engine.image_format import ImageFile
+from stencilpress.engine.incoming import Hosted, Incoming
 from stencilpress.engine.loader import Loader
 from stencilpress.engine.plan import (
     DropOrder,
@@ -177,6 +178,43 @@ def test_a_placement_follows_a_read_and_is_answered_after_it(
     assert isinstance(bench.next(), Fetched)
     assert bench.next() == Placed(digest)
     _check_view(bench.loader.adapter(digest), folder, bench.engine)
+
+
+def test_a_copy_that_follows_a_read_is_not_counted_as_slow_as_that(
+    bench: _Bench, digest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = bench.fetch(digest).pages
+    bench.loader.submit(DropOrder(digest, "host"))
+    clock = [0.0]
+    read = image_format._read_block
+    awaited = threading.Semaphore(0)
+    incoming: list[Incoming] = []
+
+    def slow(fd: int, offset: int, payload: memoryview, start: int) -> bytes:
+        assert awaited.acquire(timeout=30)
+        with incoming[0]._changed:  # which the one that follows holds until it waits
+            clock[0] += 10.0
+        return read(fd, offset, payload, start)
+
+    follow = Incoming.follow
+
+    def followed(self: Incoming, coming: Hosted, end: int) -> int:
+        with self._changed:
+            incoming.append(self)
+            awaited.release()
+            return follow(self, coming, end)
+
+    monkeypatch.setattr(image_format, "_read_block", slow)
+    monkeypatch.setattr(Incoming, "follow", followed)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    bench.loader.submit(FetchOrder(digest))
+    bench.loader.submit(PlaceOrder(digest, tuple(range(pages))))
+
+    fetched, placed = bench.next(), bench.next()
+
+    assert isinstance(fetched, Fetched)
+    assert isinstance(placed, Placed)
+    assert (fetched.seconds, placed.seconds) == (10.0, 0.0)
 
 
 def test_a_damaged_tail_is_never_usable(bench: _Bench, digest: str, folder: Path, gate: _Gate) -> None:

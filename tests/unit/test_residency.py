@@ -699,6 +699,32 @@ def test_what_is_forgotten_on_disk_and_pinned_by_a_late_gateway_leaves_when_that
     assert not library.residency._forgotten
 
 
+def test_what_comes_back_is_on_the_account_of_who_used_it_last() -> None:
+    library = Library()
+    for arrival in range(3):
+        library.use("a", arrival, tenant=5)
+    library.residency.evict_one()
+    while library.residency.host.reclaim(0):
+        pass
+    library.pump()
+    library.now_s += PREDICT_S
+    library.turn()
+    assert library.residency.ready("a")
+    assert library.room._held == {5: 2}
+    assert set(library.residency.host.room._held) == {5}
+
+
+def test_who_waits_for_a_first_read_is_seen() -> None:
+    library = Library()
+    library.residency.want("a", 1, tenant=5)
+    library.pump()
+    [seen] = library.residency.activities
+    assert (seen.digest, seen.tenant) == ("a", 5)
+    adapter = library.residency.known("a")
+    assert adapter is not None
+    assert adapter.tier is Tier.FETCHING
+
+
 def test_what_is_forgotten_was_used_often_and_does_not_come_back_for_that() -> None:
     library = Library()
     for arrival in range(5):
