@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
+from tests.catalogs import lay_catalog, migrate_apart
+
+TEMPLATE = "catalog_template"
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +22,7 @@ def postgresql_server() -> Iterator[Any]:
     """A PostgreSQL server of our own, out of a wheel; tests that need it are skipped where it is not installed.
 
     It runs as a user of its own when we are root, so its folder is not one of pytest's, which stay closed to others.
+    No test cuts its power, so it may leave its files to the page cache: databases come and go in a tenth of the time.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it looks for a runtime folder that containers lack
@@ -27,19 +30,33 @@ def postgresql_server() -> Iterator[Any]:
     pytest.importorskip("asyncpg")
     with tempfile.TemporaryDirectory(prefix="stencilpress-postgresql-") as folder:
         server = pgserver.get_server(folder, cleanup_mode="stop")
+        for setting in ("fsync", "full_page_writes"):
+            server.psql(f"ALTER SYSTEM SET {setting} = off")
+        server.psql("SELECT pg_reload_conf()")
         yield server
         server.cleanup()
 
 
+@pytest.fixture(scope="session")
+def postgresql_template(postgresql_server: Any) -> str:
+    """The name of a database with today's schema, which nobody is connected to: new ones are copied from it."""
+    postgresql_server.psql(f"CREATE DATABASE {TEMPLATE}")
+    migrate_apart(postgresql_server.get_uri(database=TEMPLATE))
+    return TEMPLATE
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of an empty database, once on each engine."""
+    """The URL of a database, once on each engine: of an empty one, or with today's schema where ``db`` is used too."""
+    migrated = "db" in request.fixturenames
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'catalog.db'}"
+        path = tmp_path / "catalog.db"
+        yield lay_catalog(path) if migrated else f"sqlite:///{path}"
         return
     server = request.getfixturevalue("postgresql_server")
+    template = request.getfixturevalue("postgresql_template") if migrated else "template1"
     name = f"catalog_{secrets.token_hex(6)}"
-    server.psql(f"CREATE DATABASE {name}")
+    server.psql(f"CREATE DATABASE {name} TEMPLATE {template}")
     yield server.get_uri(database=name)
     server.psql(f"DROP DATABASE {name} WITH (FORCE)")
 
@@ -48,5 +65,4 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 async def db(database_url: str) -> AsyncIterator[Database]:
     """A catalog with today's schema, once on each engine."""
     async with Database(database_url) as database:
-        await migrate(database)
         yield database

@@ -27,7 +27,6 @@ from stencilpress.gateway.accounting import accounting
 from stencilpress.gateway.app import Mount, create_runner
 from stencilpress.gateway.catalog.adapters import add_version, promote
 from stencilpress.gateway.catalog.records import NewVersion
-from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.changes import Changes
@@ -45,6 +44,7 @@ from stencilpress.gateway.route import Router
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.tokenizer import ModelTokenizer
+from tests.catalogs import lay_catalog
 from tests.fakes.engine import FakeEngine, Options, running_engine
 from tests.unit.adapters import tiny_spec, write_base
 
@@ -109,14 +109,13 @@ async def running_gateway(
     *,
     template: str | None = TEMPLATE,
     request_ring_bytes: int = REQUEST_RING_BYTES,
-    database_url: str = "",
     mounts: Sequence[Mount] = (),
     **settings: Any,
 ) -> AsyncIterator[Gateway]:
-    """Everything of one gateway in this process; the engine in a thread. The catalog is a file unless one is named."""
+    """Everything of one gateway in this process; the engine in a thread. The catalog is a new file."""
     options = options or Options(vocab_size=VOCAB_SIZE, eos_ids=(EOS,), max_model_len=512)
     model_dir = build_model(folder / "model", template)
-    url, engine_socket = database_url or f"sqlite:///{folder / 'catalog.db'}", folder / "engine.sock"
+    url, engine_socket = lay_catalog(folder / "catalog.db"), folder / "engine.sock"
     gateway_settings = GatewaySettings(
         model_dir=str(model_dir), database_url=url, engine_socket=str(engine_socket), http_fd=-1, **settings
     )
@@ -125,7 +124,6 @@ async def running_gateway(
         threads = stack.enter_context(ThreadPoolExecutor(2))
         db = await stack.enter_async_context(Database(url))
         metrics = Metrics(gateway_settings.gateway, gateway_settings.metrics_tenants)
-        await migrate(db)
         accounts = await stack.enter_async_context(accounting(gateway_settings, metrics))
         client = await stack.enter_async_context(EngineClient(engine_socket, request_ring_bytes=request_ring_bytes))
         keys = await _fill_catalog(db)

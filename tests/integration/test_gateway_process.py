@@ -19,10 +19,10 @@ import aiohttp
 import pytest
 
 from stencilpress.gateway.__main__ import BACKLOG
-from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.keys import issue_key
+from tests.catalogs import lay_catalog
 from tests.fakes.engine import FakeEngine, Options, running_engine
 from tests.integration.gateway_harness import EOS, VOCAB_SIZE, build_model
 
@@ -56,9 +56,8 @@ class Started:
 @pytest.fixture
 async def started(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Started]:
     """A gateway process behind an inherited socket. The test's parameter is its drain time in seconds."""
-    url = f"sqlite:///{tmp_path / 'catalog.db'}"
+    url = lay_catalog(tmp_path / "catalog.db")
     async with Database(url) as db:
-        await migrate(db)
         await create_tenant(db, "demo")
         key = (await issue_key(db, "demo")).token
     with ExitStack() as stack:

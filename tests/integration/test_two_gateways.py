@@ -22,12 +22,12 @@ from sqlalchemy import text
 from stencilpress.gateway.access import Role
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.catalog.refusals import refusal_series
-from stencilpress.gateway.catalog.schema import migrate
 from stencilpress.gateway.catalog.series import choose_axis
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import create_tenant
 from stencilpress.gateway.keys import issue_key
 from stencilpress.gateway.quota.plan import Quota
+from tests.catalogs import lay_catalog
 from tests.integration.gateway_harness import build_model
 
 STREAMS = 12
@@ -49,9 +49,8 @@ class Server:
 @asynccontextmanager
 async def two_gateways(folder: Path, engine: str = "", **settings: str) -> AsyncIterator[Server]:
     """Started by the real supervisor; ended by SIGTERM, cleanly."""
-    url = f"sqlite:///{folder / 'catalog.db'}"
+    url = lay_catalog(folder / "catalog.db")
     async with Database(url) as db:
-        await migrate(db)
         await create_tenant(db, "demo")
         key = (await issue_key(db, "demo")).token
     settings = {**settings, "model_dir": str(build_model(folder / "model")), "database_url": url}
