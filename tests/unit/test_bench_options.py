@@ -162,3 +162,16 @@ def test_results_of_a_gpu_have_a_file_of_its_own_unless_named(
         assert ("goal" in ready.settings, "goal" in kernel.settings) == (gpu == H200, gpu == H200)
     assert "goal" not in start._result(FOLDER, [16.0], None).settings
     assert ("6.5" in kernels.line(timing, KernelCeilings(4000.0, 700.0))) is (gpu == H200)
+
+
+def test_serve_is_rehearsed_on_a_cpu_and_named_after_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from bench import serve
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = serve._options(["--small"])
+    assert (options.device, serve._device_name(options)) == ("cpu", f"cpu{os.cpu_count()}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H200)
+    assert serve._device_name(serve._options([])) == "h200"
+    assert serve._device_name(serve._options(["--device-name", "mine"])) == "mine"
