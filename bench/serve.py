@@ -268,8 +268,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if options.small and options.record:
         parser.error("--small is a rehearsal: its figures are not recorded")
     options.device = options.device or ("cpu" if options.small and not torch.cuda.is_available() else "cuda")
-    if options.device == "cuda":
-        require_gpu("serve")
     options.engines = options.devices.split(",")
     if options.pool_gib is None and options.device == "cuda" and len(set(options.engines)) < len(options.engines):
         options.pool_gib = SHARED_POOL_GIB
@@ -278,7 +276,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _measure(options: argparse.Namespace, folder: Path, checks: Checks) -> list[Result]:
     sizes = REHEARSAL if options.small else FULL
-    if options.device == "cuda":  # torch keeps what the references need, before an engine takes what is free
+    if options.device == "cuda":
+        require_gpu("serve")
+        # torch keeps what the references need, before an engine takes what is free
         torch.empty(REFERENCE_BYTES, dtype=torch.uint8, device="cuda")
     models = Models.made(folder, sizes.base, sizes.adapters, options.device)
     print(f"a base of {models.parameters:,} parameters and {sizes.adapters} adapters", flush=True)
