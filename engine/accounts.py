@@ -1,11 +1,11 @@
 """What each tenant has had: virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
 arXiv 2401.00588).
 
-A tenant's counter grows by the price of each token computed for it, divided by its weight; the tenant with the least
-counter is served first, whichever gateways its requests come through. A tenant that begins to wait is lifted to the
-*virtual time*, so that it cannot save up what it has not used. Where the paper lifts to the least counter among those
-who wait, virtual time here also advances with what is served: otherwise an endless row of new tenants, each lifted to
-the same least counter, would hold up whoever stands above it for ever.
+A tenant's counter grows by the price of each token computed or drawn for it, divided by its weight; the tenant with
+the least counter is served first, whichever gateways its requests come through. A tenant that begins to wait is
+lifted to the *virtual time*, so that it cannot save up what it has not used. Where the paper lifts to the least
+counter among those who wait, virtual time here also advances with what is served: otherwise an endless row of new
+tenants, each lifted to the same least counter, would hold up whoever stands above it for ever.
 """
 
 from __future__ import annotations

@@ -135,16 +135,19 @@ class Request:
         return order_of(self.standing, self.arrival)
 
     def charge(self, count: int) -> float:
-        """Put the next ``count`` tokens to be computed on the account; what was computed before costs nothing.
+        """Put the next ``count`` tokens to be computed on the account, and the one that is drawn after the last of all;
+        what was computed and drawn before costs nothing.
 
         Returns the price.
         """
         end = self.computed + self.in_flight + count
+        end += end == self.length
         fresh = end - self.charged
         if fresh <= 0:
             return 0.0
+        asked = max(0, min(end, self.prompt_len) - self.charged)
         self.charged = end
-        price = fresh * (PROMPT_PRICE if end <= self.prompt_len else ANSWER_PRICE)
+        price = PROMPT_PRICE * asked + ANSWER_PRICE * (fresh - asked)
         self.account.counter += price / self.account.weight
         self._owe(-price)
         return price

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.timeout(300)  # ten seconds or so on a quiet machine
 
 @dataclass(frozen=True)
 class Load:
-    """An engine and its tenants; tenant ``t`` has weight ``weights[t]`` and uses ``adapters[t]`` (None: the base)."""
+    """An engine and its tenants; tenant ``t`` has weight ``weights[t]`` and uses ``adapters[t]`` (None: the base) for
+    prompts and answers of ``longest[t]`` tokens at most."""
 
     seed: int
     seats: int
@@ -40,6 +41,7 @@ class Load:
     ahead: bool
     weights: tuple[float, ...]
     adapters: tuple[tuple[str | None, ...], ...]
+    longest: tuple[tuple[int, int], ...]
     rng: random.Random = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,8 +65,8 @@ class Load:
     def submit(self, engine: Engine, tenant: int, id_: int) -> Client:
         return engine.submit(
             (1 + id_ % 3, id_),
-            [1] * self.rng.randint(1, 24),
-            self.rng.randint(1, 24),
+            [1] * self.rng.randint(1, self.longest[tenant][0]),
+            self.rng.randint(1, self.longest[tenant][1]),
             self.rng.choice(self.adapters[tenant]),
             tenant=tenant,
             weight=self.weights[tenant],
@@ -75,6 +77,7 @@ class Load:
 def loads(draw: st.DrawFn, *, shared: bool) -> Load:
     """``shared``: all tenants' adapters fit the slots side by side, so that nothing but its share limits a tenant."""
     tenants = draw(st.integers(2, 6))
+    lengths = st.sampled_from((1, 2, 6, 24)) if shared else st.just(24)
     common = (None, *(f"common-{i}" for i in range(draw(st.integers(0, 2)))))
     own = [tuple(f"own-{t}-{i}" for i in range(1 if shared else draw(st.integers(1, 4)))) for t in range(tenants)]
     return Load(
@@ -86,6 +89,7 @@ def loads(draw: st.DrawFn, *, shared: bool) -> Load:
         ahead=draw(st.booleans()),
         weights=tuple(draw(st.sampled_from((0.5, 1.0, 2.0, 3.0))) for _ in range(tenants)),
         adapters=tuple((*common, *own[t]) for t in range(tenants)),
+        longest=tuple((draw(lengths), draw(lengths)) for _ in range(tenants)),
     )
 
 
@@ -95,8 +99,23 @@ def test_any_storm_leaves_nothing(seed: int, steps: int, ahead: bool) -> None:
     check_nothing_is_left(Storm(seed, ahead=ahead).run(steps))
 
 
+SHORT_AND_LONG = Load(
+    seed=0,
+    seats=4,
+    budget=16,
+    max_loras=1,
+    pages=100,
+    ahead=False,
+    weights=(1.0, 1.0),
+    adapters=((None,), (None,)),
+    longest=((24, 24), (1, 2)),
+)
+"""Requests of one tenant are short. The last token of an answer, which is never computed further, was not charged."""
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(loads(shared=True))
+@example(SHORT_AND_LONG)
 def test_under_saturation_tenants_get_their_shares(load: Load) -> None:
     engine = load.engine()
     last = 0
@@ -129,6 +148,7 @@ ONE_SEAT = Load(
     ahead=True,
     weights=(2.0, 1.0, 0.5, 0.5, 3.0, 0.5),
     adapters=tuple((None, *(f"own-{t}-{i}" for i in range(count))) for t, count in enumerate((4, 1, 2, 3, 1, 1))),
+    longest=((24, 24),) * 6,
 )
 """An adapter that had lacked room was in the pool, but its request's turn had not come: no other adapter came in."""
 
