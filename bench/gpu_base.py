@@ -14,7 +14,7 @@ import torch
 
 from bench.gpu_random import SHAPES, random_weights
 from stencilpress.engine.model.llama import Weights
-from stencilpress.engine.model.weights import load_weights
+from stencilpress.engine.model.weights import WeightsError, load_weights
 from stencilpress.engine.spec import ModelSpec, SpecError, load_spec
 
 
@@ -27,10 +27,13 @@ class Base:
     folder: Path | None = None
 
     def weights(self, device: torch.device) -> Weights:
-        """On the device, in the spec's dtype."""
-        return (
-            random_weights(self.spec, device) if self.folder is None else load_weights(self.folder, self.spec, device)
-        )
+        """On the device, in the spec's dtype. Ends the process with one line where the folder's do not fit."""
+        if self.folder is None:
+            return random_weights(self.spec, device)
+        try:
+            return load_weights(self.folder, self.spec, device)
+        except WeightsError as error:
+            raise SystemExit(f"--model {self.name}: {error}") from error
 
     @property
     def is_default(self) -> bool:

@@ -28,6 +28,7 @@ from bench.gpu_random import LLAMA3_8B
 from bench.gpu_timing import Ceilings as KernelCeilings
 from bench.gpu_timing import Timing
 from bench.results import Result
+from stencilpress.engine.spec import load_spec
 
 ON_GPU = ("churn", "kernels", "latency", "memory", "punica", "serve", "slora", "start", "throughput")
 H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
@@ -101,6 +102,18 @@ def test_a_model_folder_that_is_none_or_not_supported_is_told_in_a_line(tmp_path
     assert told.startswith(f"--model {tmp_path}: ")
     assert "mamba" in told
     assert "\n" not in told
+
+
+def test_a_model_folder_without_its_weights_is_told_in_a_line(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tests.unit.tiny_models import CPU, save_model
+
+    save_model(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(SystemExit) as ended:
+        Base("tiny", load_spec(tmp_path), tmp_path).weights(CPU)
+    assert str(ended.value).startswith("--model tiny: ")
+    assert "\n" not in str(ended.value)
 
 
 def _bench(base: Base, gpu: str) -> Bench:
