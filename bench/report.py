@@ -46,6 +46,8 @@ timed, each kernel's results with float64. `serve` has a random Llama of 1.2 bil
 installed; `--cases` takes some of the cases.
 """
 
+SHOWN = 100
+"""Lines of the longest table that is not folded."""
 BESIDE = ("goal", "vllm-0.26.0")
 """Figures in a case's settings that stand beside its own."""
 
@@ -64,6 +66,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _folded(lines: list[str]) -> list[str]:
+    """A table that would push the others off the page is shown when it is asked for."""
+    if len(lines) <= SHOWN:
+        return lines
+    return [f"<details><summary>{len(lines) - 2} figures</summary>", "", *lines, "", "</details>"]
+
+
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
@@ -75,7 +84,7 @@ def main(arguments: list[str]) -> int:
     lines = [INTRO]
     for bench, device in sorted({(row["bench"], row["device"]) for row in rows}):
         lines += [f"## {bench} on {device}", ""]
-        lines += [*table([r for r in rows if (r["bench"], r["device"]) == (bench, device)]), ""]
+        lines += [*_folded(table([r for r in rows if (r["bench"], r["device"]) == (bench, device)])), ""]
     PAGE.write_text("\n".join(lines))
     print("\n".join(lines[1:]))
     print(f"wrote {PAGE.name}: {len(rows)} figures")

@@ -38,4 +38,13 @@ def test_the_newest_of_each_case_beside_limit_goal_and_vllm(
         "| base-b1 other | stencilpress | tpot_ms | 2 ms | 2 to 3 |  |  |  | abc | 2026-11-30 |",
     ]
     assert "| case | system | metric | median | spread | limit | commit | date |" in lines  # nobody's goals
+    assert "<details>" not in page
     assert set(lines) <= set(capsys.readouterr().out.splitlines())
+
+
+def test_a_long_table_is_folded() -> None:
+    rows = [json.loads(_row(f"case-{i}", i)) for i in range(report.SHOWN)]
+    folded = report._folded(report.table(rows))
+    assert folded[0] == f"<details><summary>{len(rows)} figures</summary>"
+    assert (folded[1], folded[-2:]) == ("", ["", "</details>"])
+    assert folded[2:-2] == report.table(rows)
