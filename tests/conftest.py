@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 import warnings
@@ -15,6 +16,14 @@ from stencilpress.gateway.catalog.session import Database
 from tests.catalogs import lay_catalog, migrate_apart
 
 TEMPLATE = "catalog_template"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Servers have data folders of their own, but one compiled the kernels of all: that takes seconds a folder."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    os.environ["NUMBA_CACHE_DIR"] = str(shared / "numba")
 
 
 @pytest.fixture(scope="session")

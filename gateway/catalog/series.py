@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -120,7 +121,7 @@ def choose_axis(
     if end_s - start_s > MINUTES_SPAN_S or age_s > MINUTES_AGE_S:
         least_s = max(least_s, 3600)
     for step_s in _STEPS_S:
-        from_s, to_s = start_s // step_s * step_s, -(-end_s // step_s) * step_s
+        from_s, to_s = start_s // step_s * step_s, -(-math.ceil(end.timestamp()) // step_s) * step_s
         if step_s >= least_s and (to_s - from_s) // step_s <= points:
             return Axis(_coarsest(step_s), from_s, step_s, (to_s - from_s) // step_s)
     raise InvalidRequestError(f"points: {points} are too few for this span", param="points")

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -109,8 +108,6 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Started]:
     kept = Path(os.environ.get("STENCILPRESS_TEST_DATA", ROOT / ".test-data")) / "v1"
     models, settings = data / "v1" / "models", {"dtype": "float32", "gateways": "1"}
     models.mkdir(parents=True)
-    if (kept / "kernels").is_dir():  # compiled kernels, to save a minute
-        shutil.copytree(kept / "kernels", data / "v1" / "kernels")
     if (kept / "models" / BASE / "config.json").exists():
         (models / BASE).symlink_to((kept / "models" / BASE).absolute(), target_is_directory=True)
         with serving(data, max_model_len="1024", **settings) as running:

@@ -26,6 +26,7 @@ from stencilpress.web.app import mount_console
 from tests.integration.gateway_harness import Gateway, running_gateway
 
 PASSWORD = "correct horse battery staple"
+_HASHES: dict[str, str] = {}
 
 
 @asynccontextmanager
@@ -122,12 +123,19 @@ async def make_user(db: Database, role: Role, tenant: str = "demo", email: str =
     """A user who can sign in."""
     email = email or f"{role.value}-{secrets.token_hex(4)}@example.com"
     user = await add_user(db, tenant, email, role)
-    passwords = Passwords()
-    try:
-        await set_password(db, user.public_id, await passwords.hash(password))
-    finally:
-        passwords.close()
+    await set_password(db, user.public_id, await _hashed(password))
     return user
+
+
+async def _hashed(password: str) -> str:
+    """Hundreds of users have the one password: it is hashed, as slowly as it must be, once."""
+    if password not in _HASHES:
+        passwords = Passwords()
+        try:
+            _HASHES[password] = await passwords.hash(password)
+        finally:
+            passwords.close()
+    return _HASHES[password]
 
 
 async def signed_in(gateway: Gateway, role: Role, tenant: str = "demo", email: str = "") -> Browser:

@@ -245,6 +245,13 @@ def test_the_step_follows_from_the_span_and_its_age(
     assert axis.start_s % step_s == 0
 
 
+def test_the_first_second_of_a_step_is_on_the_axis() -> None:
+    end = NOON + timedelta(milliseconds=400)
+    axis = choose_axis(end - timedelta(hours=1), end, now=end)
+    assert axis.index(NOON + timedelta(milliseconds=300)) == axis.count - 1
+    assert axis.end == NOON + timedelta(minutes=1)
+
+
 def test_spans_that_cannot_be_shown_are_refused() -> None:
     for start, end in ((NOON, NOON), (NOON, NOON - timedelta(1)), (NOON - timedelta(days=4000), NOON)):
         with pytest.raises(InvalidRequestError, match="start: "):
