@@ -116,12 +116,16 @@ class PrefixCache:
             self._pin(node)
         return Chain(root, nodes)
 
-    def use(self, chain: Chain) -> int:
-        """The request that opened the chain runs: count the hits. Returns the tokens that need no computing."""
+    def use(self, chain: Chain, *, again: bool = False) -> int:
+        """The request that opened the chain runs: count the hits. Returns the tokens that need no computing.
+
+        ``again``: it was preempted and finds, among others, what it has computed itself, which is nothing saved.
+        """
         for node in chain.nodes[1:]:
             node.hits += 1
         tokens = len(chain) * self._page_tokens
-        self.hit_tokens += tokens
+        if not again:
+            self.hit_tokens += tokens
         return tokens
 
     def add(self, chain: Chain, tokens: Sequence[int], page: Page) -> Page:

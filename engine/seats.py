@@ -89,7 +89,7 @@ class Seats:
         self._owed_tokens += request.owed
         if chain is not None:
             self._chains[request.key] = chain
-            request.skip(self._prefixes.use(chain))
+            request.skip(self._prefixes.use(chain, again=again))
         if request.adapter is not None:
             self._residency.lease(request.adapter, request.tenant, again=again)
             self._grant(request.adapter, step)

@@ -46,6 +46,16 @@ def test_a_preempted_request_is_counted_once_among_those_of_its_adapter() -> Non
     assert (seen.misses, seen.hits) == (1, 1)
 
 
+def test_what_a_preempted_request_finds_of_its_own_is_not_counted_as_saved() -> None:
+    engine = make_engine(pages=6, needs={})
+    clients = [engine.submit((1, i), [i] * 6, 12, salt=b"salt") for i in range(2)]
+    engine.run_until_idle()
+    assert engine.scheduler.stats(0).preemptions > 0
+    told = [client.finished.cached_tokens for client in clients if client.finished is not None]
+    assert told == [0, 0]
+    assert engine.scheduler.stats(0).cached_tokens == 0
+
+
 def test_idle_adapters_go_before_anybody_is_preempted() -> None:
     engine = make_engine(pages=8, needs={"A": 2, "B": 2})
     for i, adapter in enumerate("AB"):
