@@ -11,7 +11,7 @@ import random
 import numpy as np
 import torch
 
-from bench.gpu_cases import PROBES, Bench, gpu_bench, gpu_parser, prompts, proved_engine, random_loader
+from bench.gpu_cases import PROBES, Bench, beside, gpu_bench, gpu_parser, prompts, proved_engine, random_loader
 from bench.gpu_engine import GpuEngine, Run, Serving
 from bench.gpu_random import ALL7, AdapterKind, RandomImages
 from bench.results import Result, record
@@ -101,13 +101,14 @@ def main(arguments: list[str]) -> int:
             least = run
     values = [result.value for result in results[1:]]
     limits = [result.floor for result in results if result.floor is not None]
-    settings = {"goal": GOAL, "requests": options.requests}
+    known = bench.known(goal=GOAL)
+    settings = {**known, "requests": options.requests}
     spread = bench.result(
         "slowest", "of_fastest", "", [min(values) / max(values)], floor=min(limits) / values[0], settings=settings
     )
     print(
-        f"the slowest popularity has {spread.value:.3f} of the fastest's throughput, goal {GOAL}; reading its weights "
-        f"leaves {spread.floor:.3f} of {POPULARITIES[0]} at most, if nothing else goes on meanwhile",
+        f"the slowest popularity has {spread.value:.3f} of the fastest's throughput {beside(known, None)}; reading its "
+        f"weights leaves {spread.floor:.3f} of {POPULARITIES[0]} at most, if nothing else goes on meanwhile",
         flush=True,
     )
     results.append(spread)

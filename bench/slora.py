@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.gpu_cases import PROBES, Bench, gpu_bench, gpu_parser, proved_engine, random_loader
+from bench.gpu_cases import PROBES, Bench, beside, gpu_bench, gpu_parser, proved_engine, random_loader
 from bench.gpu_engine import GpuEngine, Run, Serving
 from bench.gpu_random import AdapterKind, RandomImages
 from bench.results import Result, record
@@ -86,13 +86,14 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
                                     adapters, rate, least))  # fmt: skip
     results = [one.result for one in served]
     fewest, most = results[1].value, results[-1]
+    known = bench.known(goal=GOAL)
     ratio = bench.result(
         f"n-{counts[-1]}", f"of_n_{counts[0]}", "", [most.value / fewest], floor=(most.floor or fewest) / fewest,
-        settings={"goal": GOAL, "requests": count},
+        settings={**known, "requests": count},
     )  # fmt: skip
     print(
-        f"{counts[-1]} adapters have {ratio.value:.3f} of {counts[0]}'s throughput, goal {GOAL}; reading their weights "
-        f"leaves {ratio.floor:.3f} at most, if nothing else goes on meanwhile",
+        f"{counts[-1]} adapters have {ratio.value:.3f} of {counts[0]}'s throughput {beside(known, None)}; reading "
+        f"their weights leaves {ratio.floor:.3f} at most, if nothing else goes on meanwhile",
         flush=True,
     )
     results.append(ratio)
