@@ -54,6 +54,21 @@ async def owners_of(db: Database, digests: Collection[str]) -> dict[str, tuple[O
     return {digest: tuple(owners) for digest, owners in found.items()}
 
 
+async def out_of_use(db: Database, digests: Collection[str]) -> frozenset[str]:
+    """Those of the digests that no version in use has, of whoever: versions with the same content share memory."""
+    used = (
+        select(VersionRow.digest)
+        .join(AdapterRow, AdapterRow.id == VersionRow.adapter_id)
+        .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+        .where(VersionRow.deleted_at.is_(None), AdapterRow.deleted_at.is_(None), TenantRow.deleted_at.is_(None))
+    )
+    left = set(digests)
+    async with db.read() as session:
+        for some in parts(sorted(digests), DIGESTS_A_STATEMENT):
+            left.difference_update(await session.scalars(used.where(VersionRow.digest.in_(some))))
+    return frozenset(left)
+
+
 async def tenant_names(db: Database, ids: Collection[int]) -> dict[int, str]:
     """Names of tenants by their ids."""
     names: dict[int, str] = {}

@@ -162,6 +162,26 @@ async def test_an_answer_does_not_tell_that_another_tenant_has_the_same(
     assert (one["created"], one["promoted"]) == (True, True)
 
 
+@pytest.mark.parametrize("what", ["/versions/2", ""])
+async def test_who_deletes_takes_nothing_out_of_anothers_memory(
+    gateway: Gateway, first: AdminClient, second: AdminClient, what: str
+) -> None:
+    await upload_both(first, second)
+    await upload(second, "other", {CONFIG_NAME: config("bob", lora_alpha=2), WEIGHTS_NAME: weights("bob")})
+    await upload(second, "other", {CONFIG_NAME: config("bob"), WEIGHTS_NAME: weights("bob")}, "spare")
+    [mine] = (await first("GET", at("demo")))["versions"]
+    theirs = (await second("GET", at("other")))["versions"]
+    alone = [one["digest"] for one in theirs if one["digest"] != mine["digest"]]
+    assert (len(theirs), len(alone)) == (2, 1)
+    await second("DELETE", at("other", "spare"))
+    assert gateway.engine.forgotten == []
+    await second("DELETE", at("other") + what)
+    assert gateway.engine.forgotten == alone
+    await first("DELETE", at("demo"))
+    forgotten = [*alone, mine["digest"]] if not what else alone
+    assert gateway.engine.forgotten == forgotten, "the other one's first version has that content still"
+
+
 async def test_each_pays_for_its_own_bytes(first: AdminClient, second: AdminClient) -> None:
     before = [await stored_bytes(first, "demo"), await stored_bytes(second, "other")]
     added = await upload_both(first, second)

@@ -13,6 +13,7 @@ from stencilpress.gateway.api.admin.adapter_views import AdapterView, ShareView,
 from stencilpress.gateway.api.admin.desk import desk_of, number_of
 from stencilpress.gateway.api.admin.operation import Call, Page, PageQuery, decode_cursor, operation, paged
 from stencilpress.gateway.catalog import adapters, lifecycle
+from stencilpress.gateway.catalog.digests import out_of_use
 from stencilpress.gateway.catalog.kept import set_kept
 from stencilpress.gateway.catalog.records import Keeping, find_version_of
 from stencilpress.gateway.defaults import VersionDefaults
@@ -63,7 +64,7 @@ async def delete_adapter(call: Call) -> AdapterView:
     db, name = call.services.db, call.path("adapter")
     await lifecycle.delete_adapter(db, call.tenant.id, name, actor=call.actor)
     adapter = await adapters.get_adapter(db, call.tenant.id, name, deleted=True)
-    await call.services.engine.forget([version.digest for version in adapter.versions])
+    await call.services.engine.forget(await out_of_use(db, [version.digest for version in adapter.versions]))
     return AdapterView.of(adapter)
 
 
@@ -103,7 +104,7 @@ async def delete_version(call: Call) -> VersionView:
     await lifecycle.delete_version(db, call.tenant.id, name, number, actor=call.actor)
     adapter = await adapters.get_adapter(db, call.tenant.id, name, deleted=True)
     version = find_version_of(adapter, number)
-    await call.services.engine.forget([version.digest])
+    await call.services.engine.forget(await out_of_use(db, [version.digest]))
     return VersionView.of(version, adapter)
 
 

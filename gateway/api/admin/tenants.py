@@ -21,6 +21,7 @@ from stencilpress.gateway.api.admin.views import (
 )
 from stencilpress.gateway.catalog import erasure, tenants
 from stencilpress.gateway.catalog.adapters import stored
+from stencilpress.gateway.catalog.digests import out_of_use
 from stencilpress.gateway.catalog.limits import changed
 from stencilpress.gateway.catalog.records import TenantLimits
 from stencilpress.gateway.errors import ConflictError, InvalidRequestError
@@ -139,7 +140,7 @@ async def purge_tenant(call: Call, body: Purge) -> Purged:
     if body.confirm != call.tenant.name:
         raise InvalidRequestError("confirm: is not the tenant's name", param="confirm")
     erased = await erasure.purge_tenant(call.services.db, call.tenant.name, actor=call.actor)
-    await call.services.engine.forget(erased.digests)
+    await call.services.engine.forget(await out_of_use(call.services.db, erased.digests))
     return msgspec.convert(erased, Purged, from_attributes=True)
 
 
