@@ -128,7 +128,7 @@ async def test_killing_a_gateway_aborts_its_requests_and_a_new_one_attaches_to_t
         assert reader.task.exception() is not None
         assert reader.finish_reasons == []
     await eventually(lambda: ready(fresh), 30)
-    await eventually(lambda: metric(fresh, "stencilpress_engine_pages_kv") == idle, 10)
+    await eventually(lambda: metric(fresh, "stencilpress_engine_pages_kv") == idle, 60)
     assert child(fresh, "engine").pid == engine.pid
     async with reading(fresh, "pirate"):
         pass

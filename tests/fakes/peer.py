@@ -24,7 +24,7 @@ from stencilpress.engine.ring import (
 def connect(path: Path) -> socket.socket:
     """A blocking socket to an engine, with a time limit so that a test fails instead of hanging."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(10)
+    sock.settimeout(45)
     sock.connect(str(path))
     return sock
 

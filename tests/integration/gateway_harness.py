@@ -87,7 +87,7 @@ class Gateway:
 
     async def openai(self, key: str | None = None) -> AsyncOpenAI:
         """The unmodified SDK, closed with the gateway."""
-        api = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, timeout=20)
+        api = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, timeout=45)
         return await self.stack.enter_async_context(api)
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:

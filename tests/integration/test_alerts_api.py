@@ -165,7 +165,7 @@ async def test_the_operators_webhook_is_the_settings_and_a_gateways_jobs_tell_it
     assert (await operator("POST", "/alert-webhook/test"))["delivered"]
     await operator("PUT", "/alert-rules/disk_bytes_low", {"threshold": 2.0**50})
     monkeypatch.setattr(watch, "DELIVER_S", 0.2)
-    async with alerting(gateway.services.settings, gateway.services.engine), asyncio.timeout(20):
+    async with alerting(gateway.services.settings, gateway.services.engine), asyncio.timeout(45):
         await receiver.has(2)
         for _ in range(100):
             deliveries = (await operator("GET", "/alert-webhook"))["deliveries"]

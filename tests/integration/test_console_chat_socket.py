@@ -37,7 +37,7 @@ async def ask(socket: aiohttp.ClientWebSocketResponse) -> list[dict[str, Any]]:
     await socket.send_str(json.dumps({"type": "response.create", "response": ASK}))
     events: list[dict[str, Any]] = []
     while not events or events[-1]["type"] not in ("response.done", "error"):
-        events.append(json.loads(await socket.receive_str(timeout=20)))
+        events.append(json.loads(await socket.receive_str(timeout=45)))
     return events
 
 

@@ -165,7 +165,7 @@ async def test_the_map_names_an_engine(gateway: Gateway) -> None:
 async def follow(browser: Browser, path: str, pictures: int) -> list[dict[str, Any]]:
     """What an event stream tells first."""
     found: list[dict[str, Any]] = []
-    async with asyncio.timeout(20), browser.http.get(browser.gateway.url + path) as answer:
+    async with asyncio.timeout(45), browser.http.get(browser.gateway.url + path) as answer:
         assert answer.status == 200
         assert answer.content_type == "text/event-stream"
         while len(found) < pictures and (line := await answer.content.readline()):
@@ -186,7 +186,7 @@ async def test_what_happens_now_is_told_to_those_it_concerns(gateway: Gateway) -
 
 async def test_the_stream_ends_with_the_session(gateway: Gateway) -> None:
     browser = await signed_in(gateway, Role.VIEWER)
-    async with asyncio.timeout(20), browser.http.get(f"{gateway.url}/console/t/demo/live") as answer:
+    async with asyncio.timeout(45), browser.http.get(f"{gateway.url}/console/t/demo/live") as answer:
         assert (await answer.content.readline()) == b"event: now\n"
         await browser.submit("/console/sign-out")
         told = await answer.content.read()

@@ -62,7 +62,7 @@ async def raw(gateway: Gateway, head: bytes, body: bytes = b"") -> bytes:
         len(body),
     )
     writer.write(head + lengths + body)
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 45)
     writer.close()
     return answer
 
@@ -170,7 +170,7 @@ async def test_a_stream_ends_with_its_session(shared: Gateway, path: str) -> Non
         await answer.content.readline()
         await disable_user(shared.services.db, browser.user.public_id)
         await shared.services.changes.poll()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(45):
             await answer.content.read()
 
 
@@ -188,7 +188,7 @@ async def test_a_socket_ends_with_its_session_or_key_and_so_does_what_runs_on_it
     for socket in sockets:
         await socket.send_str(json.dumps({"type": "response.create", "response": ENDLESS}))
         for kind in ("session.created", "response.created"):
-            assert json.loads(await socket.receive_str(timeout=20))["type"] == kind
+            assert json.loads(await socket.receive_str(timeout=45))["type"] == kind
     ends = asyncio.gather(*map(last_error, sockets))
     await disable_user(db, browser.user.public_id)
     await revoke_key(db, key.key.public_id)
@@ -201,7 +201,7 @@ async def test_a_socket_ends_with_its_session_or_key_and_so_does_what_runs_on_it
 async def last_error(socket: aiohttp.ClientWebSocketResponse) -> str:
     """The code of the error before the connection's end."""
     code = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(45):
         async for message in socket:
             event = json.loads(message.data)
             code = event["error"]["code"] if event["type"] == "error" else code
@@ -312,7 +312,7 @@ async def test_a_user_has_so_many_chats_open(shared: Gateway, monkeypatch: pytes
         await connect()
     assert refused.value.status == 503
     await first.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(45):
         while True:  # the server notices by itself
             try:
                 third = await connect()

@@ -101,7 +101,7 @@ def test_what_is_no_origin_is_named(origin: str) -> None:
 
 
 async def test_an_answer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, PACED, request_limit_s=0.2) as gateway:
+    async with running_gateway(tmp_path, PACED, request_limit_s=1.0) as gateway:
         body = {"model": "base", "prompt": "abc", "max_tokens": 50_000}
         status, answer = await gateway.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
@@ -162,7 +162,7 @@ async def test_a_renewed_certificate_is_taken(tmp_path: Path, monkeypatch: pytes
     assert await trusted(port, old)
     assert not await trusted(port, new)
     issue(tmp_path, new)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not await trusted(port, new):  # noqa: ASYNC110 - the event is on disk
             await asyncio.sleep(0.01)
     renewal.cancel()

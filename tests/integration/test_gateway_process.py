@@ -50,7 +50,7 @@ class Started:
         return response
 
     async def exit_code(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 15)
+        return await asyncio.to_thread(self.process.wait, 45)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def started(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
             "ENGINE_SOCKET": tmp_path / "engine.sock",
             "HTTP_FD": listener.fileno(),
             "LIFELINE_FD": lifeline,
-            "DRAIN_S": getattr(request, "param", 3.0),
+            "DRAIN_S": getattr(request, "param", 20.0),
         }
         environment = {**os.environ, **{f"STENCILPRESS_{name}": str(value) for name, value in settings.items()}}
         command = [sys.executable, "-W", "error", "-m", "stencilpress.gateway"]

@@ -57,7 +57,7 @@ def limit(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> N
 
 async def usage_rows(gateway: Gateway, count: int) -> list[Any]:
     """All rows, oldest first, once there are so many and nothing is in progress."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while True:
             await gateway.services.accounting.flush()
             async with gateway.services.db.read() as session:
@@ -133,7 +133,7 @@ async def test_over_a_websocket_the_refusal_names_the_dimension(
 
 
 async def _next(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while (event := await ws.receive_json())["type"] != kind:
             pass
         return event

@@ -40,7 +40,7 @@ class Client:
         await self.send(type="response.create", event_id=event_id, response=body)
 
     async def next(self) -> dict[str, Any]:
-        event: dict[str, Any] = json.loads(await self.socket.receive_str(timeout=20))
+        event: dict[str, Any] = json.loads(await self.socket.receive_str(timeout=45))
         return event
 
     async def until(self, kind: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ async def authenticated(gateway: Gateway) -> Client:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not holds():  # noqa: ASYNC110 - what is awaited happens in another thread
             await asyncio.sleep(0.005)
 

@@ -34,7 +34,7 @@ def said(gateway: Gateway) -> tuple[set[str], set[str]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not condition():  # noqa: ASYNC110 - another thread's list, without an event
             await asyncio.sleep(0.02)
 

@@ -100,7 +100,7 @@ async def test_refusals_of_the_quota_are_in_the_series(gateway: Gateway, viewer:
     metrics.refused(1, "tokens_per_day", watched=True)
     metrics.refused(2, "concurrent_streams", watched=False)
     refusals: dict[str, Any] = {}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not refusals:  # the gateway's own flush may have taken them, and be writing
             await metrics.refusals.flush(gateway.services.db)
             refusals = (await viewer("GET", f"/tenants/demo/series?{span()}"))["refusals"]

@@ -76,7 +76,7 @@ def serving(data: Path, *arguments: str) -> Iterator[Server]:
             process.kill()
 
 
-def eventually(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], limit_s: float = 45.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit_s} s"

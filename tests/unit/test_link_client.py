@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def connected(path: Path, **options: float) -> AsyncIterator[EngineClient]:
     async with EngineClient(path, **options) as client:  # type: ignore[arg-type]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(45):
             await client.wait_ready()
         yield client
 
@@ -65,7 +65,7 @@ async def drain(stream: Stream) -> tuple[list[int], list[Finished]]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(45):
         while not condition():  # noqa: ASYNC110 - the condition is in another thread
             await asyncio.sleep(0.005)
 
