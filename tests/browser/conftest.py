@@ -88,9 +88,19 @@ class Site:
 
 class Visit(Protocol):
     async def __call__(
-        self, role: Role | None, path: str = "/console/", *, tenant: str = "demo", theme: str = "light", width: int = 0
+        self,
+        role: Role | None,
+        path: str = "/console/",
+        *,
+        tenant: str = "demo",
+        theme: str = "light",
+        width: int = 0,
+        known: bool = False,
     ) -> Page:
-        """A page in a browser of its own, signed in as a fresh user, at ``path``."""
+        """A page in a browser of its own, signed in as a fresh user, at ``path``.
+
+        ``known``: as the user of that role who came before, still signed in, which spares two pages and two hashes.
+        """
 
 
 @dataclass(frozen=True)
@@ -185,12 +195,24 @@ class _Troubles:
             self.found.append(f"{response.url}: {response.status}")
 
 
+@pytest.fixture(scope="session")
+def known_cookies() -> dict[tuple[Role, str], Any]:
+    """Of users of a role and tenant who are signed in, and stay so."""
+    return {}
+
+
 @pytest_asyncio.fixture(loop_scope="session")
-async def visit(chromium: Browser, site: Site) -> AsyncIterator[Visit]:
+async def visit(chromium: Browser, site: Site, known_cookies: dict[tuple[Role, str], Any]) -> AsyncIterator[Visit]:
     troubles, contexts = _Troubles(), contextlib.AsyncExitStack()
 
     async def open_page(
-        role: Role | None, path: str = "/console/", *, tenant: str = "demo", theme: str = "light", width: int = 0
+        role: Role | None,
+        path: str = "/console/",
+        *,
+        tenant: str = "demo",
+        theme: str = "light",
+        width: int = 0,
+        known: bool = False,
     ) -> Page:
         size: Any = {"width": width or 1280, "height": 800}
         scheme: Any = theme
@@ -199,18 +221,24 @@ async def visit(chromium: Browser, site: Site) -> AsyncIterator[Visit]:
         context.set_default_timeout(20_000)
         page = await context.new_page()
         troubles.watch(page)
-        if role is None:
-            await page.goto(path)
-            return page
-        user = await make_user(site.db, role, tenant)
-        await page.goto("/console/sign-in")
-        await page.get_by_label("E-mail address").fill(user.email)
-        await page.get_by_label("Password").fill(PASSWORD)
-        await page.get_by_role("button", name="Sign in").click()
-        await page.wait_for_url(lambda url: "/sign-in" not in url)
+        if role is not None and known and (role, tenant) in known_cookies:
+            await context.add_cookies(known_cookies[role, tenant])
+        elif role is not None:
+            await _sign_in(page, (await make_user(site.db, role, tenant)).email)
+            if known:
+                known_cookies[role, tenant] = await context.cookies()
         await page.goto(path)
+        assert "/sign-in" not in page.url or role is None
         return page
 
     async with contexts:
         yield open_page
     assert troubles.found == []
+
+
+async def _sign_in(page: Page, email: str) -> None:
+    await page.goto("/console/sign-in")
+    await page.get_by_label("E-mail address").fill(email)
+    await page.get_by_label("Password").fill(PASSWORD)
+    await page.get_by_role("button", name="Sign in").click()
+    await page.wait_for_url(lambda url: "/sign-in" not in url)
