@@ -31,7 +31,8 @@ class Account:
     """A tenant's ``counter``, in priced tokens a unit of weight, and its requests: ``live`` in all, some ``waiting``.
 
     ``queued`` and ``begun`` are the costs of all its requests that ever waited, and of those that wait no longer.
-    ``owed`` is the part of the cost of those that are seated which has not been charged yet.
+    ``owed`` is the part of the cost of those that are seated which has not been charged yet. ``credit`` was charged for
+    what was drawn in vain and makes the next tokens cheaper: the counter itself never falls, since lines rest on that.
     """
 
     tenant: int
@@ -42,6 +43,14 @@ class Account:
     queued: float = 0.0
     begun: float = 0.0
     owed: float = 0.0
+    credit: float = 0.0
+
+    def charge(self, price: float) -> float:
+        """Put a price on the account. Returns what is left of it after the credit."""
+        credited = min(price, self.credit)
+        self.credit -= credited
+        self.counter += (price - credited) / self.weight
+        return price - credited
 
     def standing(self, ahead: float) -> float:
         """The counter that it will have once those seated, and then requests that cost ``ahead``, have been served.

@@ -148,9 +148,8 @@ class Request:
         asked = max(0, min(end, self.prompt_len) - self.charged)
         self.charged = end
         price = PROMPT_PRICE * asked + ANSWER_PRICE * (fresh - asked)
-        self.account.counter += price / self.account.weight
         self._owe(-price)
-        return price
+        return self.account.charge(price)
 
     def move(self, state: State) -> None:
         """The only way to change ``state``. Raises :class:`IllegalMoveError`."""
@@ -208,11 +207,12 @@ class Request:
             self.pending = 0
 
     def accept(self, token: int) -> FinishReason | None:
-        """Take a drawn token; the reason if it is the last one."""
+        """Take a drawn token; the reason if it is the last one. What a step in flight draws after that is credited."""
         if self.state is State.PREFILLING:
             self.move(State.RUNNING)
         self.history.append(token)
         if token in self.stop_ids:
+            self.account.credit += ANSWER_PRICE * max(0, self.charged - len(self.history))
             return "stop"
         return "length" if self.generated >= self.max_tokens else None
 

@@ -116,6 +116,27 @@ def test_a_row_of_new_tenants_does_not_hold_up_one_that_has_had_more() -> None:
     engine.run_until_idle()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_short_answers_that_end_by_themselves_have_their_share(ahead: bool) -> None:
+    """Planned ahead, one that ends is computed once more, in vain: no token of that is its tenant's."""
+    engine = make_engine(needs={})
+    engine.ahead = ahead
+    served = {1: 0, 2: 0}
+    sent = 0
+    for _ in range(1000):
+        for tenant in served:
+            while sum(key[0] == tenant for key in engine.live) < 12:
+                sent += 1
+                length = 2 if tenant == 1 else 24
+                stops = tuple(range(VOCAB)) if tenant == 1 else ()
+                engine.submit((tenant, sent), [1] * length, 24, stop_ids=stops, tenant=tenant)
+        engine.step()
+        for key in [key for key, client in engine.clients.items() if client.finished is not None]:
+            client = engine.clients.pop(key)
+            served[key[0]] += len(client.prompt) + 2 * len(client.text)
+    assert abs(2 * served[1] / sum(served.values()) - 1) < 0.1
+
+
 def test_priority_orders_one_tenants_requests_and_nobody_elses() -> None:
     engine = make_engine(max_num_seqs=1)
     engine.submit((1, 0), [1], 4, tenant=1)
