@@ -33,3 +33,11 @@ def _language_patched_once() -> None:
         return scope() if replaced else patch(function)
 
     interpreter._patch_lang = once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_a_worker() -> None:
+    """Workers share the cores: torch's threads of one would spin while those of the other compute."""
+    torch = sys.modules.get("torch")
+    if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
