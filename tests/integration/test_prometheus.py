@@ -159,9 +159,9 @@ async def scraped(http: aiohttp.ClientSession, url: str) -> bool:
 async def query(http: aiohttp.ClientSession, url: str, text: str) -> list[Any]:
     """An instant vector."""
     async with http.get(f"{url}/api/v1/query", params={"query": text}) as answer:
+        if answer.status == 503:  # still starting: with words at first, then as JSON
+            return []
         body = await answer.json()
-    if answer.status == 503:  # still starting
-        return []
     assert body["status"] == "success", (text, body)
     assert not body.get("warnings"), (text, body)
     found: list[Any] = body["data"]["result"]
