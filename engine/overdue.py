@@ -44,6 +44,14 @@ class Overdue:
         if adapter == self.adapter:
             self.adapter = None
 
+    def first(self, request: Request) -> bool:
+        """Whether a request goes before its tenant's others: it is of that adapter, or came before that adapter's first
+        and is of the base, which is never overdue since it needs no slot."""
+        if self.adapter is None or request.adapter == self.adapter:
+            return self.adapter is not None
+        head = self._waiting.head(self.adapter) if request.adapter is None else None
+        return head is not None and request.urgency < head.urgency
+
     def head(self) -> Request | None:
         """Its first request; None while the adapter is being read from disk, since nobody can make that faster."""
         at_hand = self.adapter is not None and self._residency.at_hand(self.adapter)

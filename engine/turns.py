@@ -165,8 +165,7 @@ class Turns:
         return self._outsiders
 
     def _turn(self, request: Request) -> tuple[float, bool, tuple[int, int]]:
-        overdue = request.adapter is not None and request.adapter == self._overdue.adapter
-        return request.account.counter, not overdue, request.urgency
+        return request.account.counter, not self._overdue.first(request), request.urgency
 
 
 def prefill_turn(request: Request) -> float:

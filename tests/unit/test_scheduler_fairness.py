@@ -112,6 +112,23 @@ def wait_behind_a_stream(engine: Engine, adapter: str | None, patient: Client, l
     return limit
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_base_does_not_starve_beside_its_tenants_adapter_that_is_always_overdue(slots: int) -> None:
+    engine = make_engine(needs={"A": 1, "B": 1}, max_num_seqs=1, max_loras=slots, patience_steps=32)
+    base = None
+    sent = 0
+    while base is None or not base.text:
+        for tenant, adapter in ((1, "A"), (2, "B")):
+            while sum(key[0] == tenant for key in engine.live) < 4:
+                sent += 1
+                engine.submit((tenant, sent), [1] * 12, 12, adapter, tenant=tenant)
+        if engine.steps == 100:
+            base = engine.submit((3, 1), [1] * 12, 12, tenant=2)
+        engine.step()
+        assert engine.steps < 100 + 12 * 12, "those of both that came before it, and those between"
+    engine.run_until_idle()
+
+
 @pytest.mark.parametrize("room", [{"pages": 300}, {"pages": 300, "adapter_pages": 11}, {"pages": 240}])
 @pytest.mark.parametrize("tenant", [0, 7])
 @pytest.mark.parametrize("patience", [5, 10_000])
