@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu_device import has_goals
 from bench.gpu_random import SHAPES, random_weights
 from stencilpress.engine.model.llama import Weights
 from stencilpress.engine.model.weights import WeightsError, load_weights
@@ -39,6 +40,13 @@ class Base:
     def is_default(self) -> bool:
         """Whether this is the shape that goals and other systems' known figures are for."""
         return self.folder is None and self.name == DEFAULT_SHAPE
+
+    def known(self, gpu: str, *, goal: float | None = None, vllm: float | None = None) -> dict[str, float]:
+        """Settings of the goal and vLLM's figure: both are for the default shape on one kind of GPU, and left out
+        elsewhere."""
+        if not self.is_default or not has_goals(gpu):
+            return {}
+        return {name: v for name, v in (("goal", goal), ("vllm-0.26.0", vllm)) if v is not None}
 
     def case(self, name: str) -> str:
         """A case's name in result files."""

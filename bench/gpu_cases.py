@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu_base import Base, add_base_options, chosen_base
 from bench.gpu_check import Checker, faults
-from bench.gpu_device import add_record_options, device_label, has_goals, require_gpu
+from bench.gpu_device import add_record_options, device_label, require_gpu
 from bench.gpu_engine import GpuEngine, MakeLoader, Run, Serving
 from bench.gpu_peers import PEERS, Peer, installed
 from bench.gpu_random import ALL7, ATTENTION, AdapterKind, RandomImages, RandomLoader, payload_bytes
@@ -104,11 +104,8 @@ class Bench:
     device: str
 
     def known(self, *, goal: float | None = None, vllm: float | None = None) -> dict[str, float]:
-        """Settings of the goal and vLLM's figure: both are for the first shape on one kind of GPU, and left out
-        elsewhere."""
-        if not self.base.is_default or not has_goals(self.gpu):
-            return {}
-        return {name: v for name, v in (("goal", goal), ("vllm-0.26.0", vllm)) if v is not None}
+        """:meth:`Base.known` on this bench's GPU."""
+        return self.base.known(self.gpu, goal=goal, vllm=vllm)
 
     def least_s(self, run: Run, least: Run) -> float:
         """The time of a run that reads fewer adapters, and what reading the further ones takes as fast as a copy."""

@@ -19,6 +19,7 @@ from bench.results import Result, record
 SEATS, LONGEST = 32, 2048
 SEED = 0xABCDABCD987
 WARM_UP_TOKENS = 24
+"""Of each request, in the turn that does not count: enough for the graphs of all lengths to be captured."""
 GOAL = 0.95
 """Of the fastest popularity's throughput, with the slowest one."""
 POPULARITIES = ("identical", "skewed", "uniform", "distinct")

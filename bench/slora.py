@@ -103,9 +103,8 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
 def measure_count(
     bench: Bench, engine: GpuEngine, images: RandomImages, trace: Trace, adapters: int, rate: float, least: Run | None
 ) -> Served:
-    """Serve a trace over so many adapters; the first turn warms up, as graphs are
-    captured in it. ``least`` is the run with the fewest adapters: this
-    one's limit is that one's time and what reading the further weights takes at the bandwidth of a copy."""
+    """Serve a trace over so many adapters; the first turn warms up, as graphs are captured in it. ``least`` is the run
+    with the fewest adapters: this one's limit is that one's time and what reading the further weights takes."""
     count = len(trace.adapters)
     digests = [kind_of(adapter).digest for adapter in trace.adapters] if adapters else [""] * count
     samples, first_s = [], []

@@ -14,13 +14,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.gpu_base import Base, chosen_base
 from bench.gpu_cases import gpu_parser
-from bench.gpu_device import device_label, has_goals, require_gpu
+from bench.gpu_device import device_label, require_gpu
 from bench.results import Result, median_result, record
 from stencilpress.engine.client import EngineClient
 
@@ -53,9 +52,7 @@ def main(arguments: list[str]) -> int:
 def _result(base: Base, samples: list[float], device: str | None) -> Result:
     """Asks for the GPU's name at last: whoever asks holds some of its memory."""
     gpu = torch.cuda.get_device_name()
-    settings: dict[str, Any] = {"gpu": gpu, "base": base.name, "dtype": base.spec.dtype}
-    if base.is_default and has_goals(gpu):
-        settings["goal"] = GOAL_S
+    settings = {"gpu": gpu, "base": base.name, "dtype": base.spec.dtype, **base.known(gpu, goal=GOAL_S)}
     return median_result(
         samples, bench="start", case=base.case("ready"), metric="s", unit="s", system="stencilpress",
         device=device or device_label(gpu), settings=settings,

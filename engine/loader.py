@@ -193,8 +193,8 @@ class Loader:
         """Copy an image and its slice table into pages. Raises ``ValueError`` if these are not so many as it takes."""
         with self._own_stream(), self._landing(), self._at_work():
             table = slice_table(hosted.layout, pages)
-            pieces = [*self._runs(hosted, pages), self._table_piece(hosted, pages, table)]
-            self._enqueue(pieces)  # they have a name, so their memory is nobody else's until they have landed
+            pieces = self._pieces(hosted, pages, table)
+            self._enqueue(pieces)
         return self._view(hosted, pages, table)
 
     def _place_incoming(self, incoming: Incoming, pages: tuple[Page, ...]) -> AdapterView:
@@ -203,18 +203,17 @@ class Loader:
         if coming is not None:
             with self._at_work():
                 table = slice_table(coming.layout, pages)
-                runs, ends = self._runs(coming, pages), self._ends(coming)
+                pieces, ends = self._pieces(coming, pages, table), self._ends(coming)
             with self._own_stream(), self._landing():
                 copied = 0
-                while copied < len(runs) and (landed := incoming.follow(coming, ends[copied])):
+                while copied < len(ends) and (landed := incoming.follow(coming, ends[copied])):
                     complete = bisect_right(ends, landed)
                     with self._at_work():
-                        self._enqueue(runs[copied:complete])
+                        self._enqueue(pieces[copied:complete])
                     copied = complete
                 if incoming.outcome() is coming:
                     with self._at_work():
-                        last = [self._table_piece(coming, pages, table)]
-                        self._enqueue(last)  # as above
+                        self._enqueue(pieces[-1:])
         hosted = incoming.outcome()
         if hosted is None:
             raise ImageError("the read that was to be followed has failed")
@@ -232,17 +231,16 @@ class Loader:
         """Where in the stream each page's run ends, in bytes."""
         return [(run.start + run.elems) * self._memory.geometry.dtype_bytes for run in hosted.layout.runs]
 
-    def _runs(self, hosted: Hosted, pages: tuple[Page, ...]) -> list[Piece]:
-        """What of the stream each page takes."""
+    def _pieces(self, hosted: Hosted, pages: tuple[Page, ...], table: npt.NDArray[np.int64]) -> list[Piece]:
+        """What of the stream each page takes, and last the table. They must be kept until they have landed: memory that
+        is given up sooner may be the next placement's."""
         payload, geometry = torch.from_numpy(hosted.image.payload), self._memory.geometry
         width = geometry.dtype_bytes
-        return [
+        runs = [
             (page * geometry.page_bytes, payload[run.start * width : (run.start + run.elems) * width])
             for page, run in zip(pages, hosted.layout.runs, strict=False)
         ]
-
-    def _table_piece(self, hosted: Hosted, pages: tuple[Page, ...], table: npt.NDArray[np.int64]) -> Piece:
-        return self._table_offset(hosted, pages) * self._memory.geometry.dtype_bytes, self._pinned(table)
+        return [*runs, (self._table_offset(hosted, pages) * width, self._pinned(table))]
 
     def _table_offset(self, hosted: Hosted, pages: tuple[Page, ...]) -> int:
         return pages[hosted.layout.table_page] * self._memory.geometry.page_elems + hosted.layout.table_offset
