@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -16,6 +18,7 @@ from openai import DefaultAsyncHttpxClient
 
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway import server
+from stencilpress.gateway.api import generate
 from stencilpress.gateway.server import Cors, keep_certificate, tls_context
 from stencilpress.gateway.settings import GatewaySettings
 from tests.fakes.engine import Options
@@ -116,7 +119,9 @@ async def test_an_answer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_the_engine_is_told_how_long_a_request_may_wait(tmp_path: Path) -> None:
+async def test_the_engine_is_told_how_long_a_request_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which it is told less by what the gateway took; here that is nothing."""
+    monkeypatch.setattr(generate, "time", SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter))
     async with running_gateway(tmp_path, max_wait_s=1.5) as gateway:
         body = {"model": "base", "prompt": "abc", "max_tokens": 1}
         for asked in ({}, {"max_wait_ms": 900}, {"max_wait_ms": 2000}):
