@@ -153,6 +153,8 @@ class Loader:
             else:
                 self._placed[order.digest] = self._place_incoming(incoming, order.pages)
         except Exception as error:  # noqa: BLE001 as above
+            if incoming is not None:
+                incoming.outcome()  # the read that it follows may go on, and is answered first
             answer = Placed(order.digest, _reason(order, error))
         else:
             waited_s = incoming.waited_s if incoming is not None else 0.0

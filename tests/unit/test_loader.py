@@ -248,6 +248,46 @@ def test_a_placement_that_follows_a_damaged_image_gets_the_one_built_anew(
     _check_view(bench.loader.adapter(digest), folder, bench.engine)
 
 
+@pytest.mark.usefixtures("gate")
+@pytest.mark.parametrize("broken", ["_enqueue", "_pieces"])
+def test_a_placement_that_fails_during_the_read_is_answered_after_it(
+    bench: _Bench, digest: str, folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Host memory for the table may be lacking, or the copy be refused: who heard of that first would order a second
+    read beside the one that goes on."""
+    pages = bench.fetch(digest).pages
+    assert pages > 1
+    bench.loader.submit(DropOrder(digest, "host"))
+    failed, rest = threading.Event(), threading.Event()
+    read = image_format._read_block
+
+    def first_page(fd: int, offset: int, payload: memoryview, start: int) -> bytes:
+        if start >= bench.engine.memory.geometry.page_bytes:
+            assert rest.wait(30)
+        return read(fd, offset, payload, start)
+
+    def fail(*_: object) -> None:
+        failed.set()
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(image_format, "_read_block", first_page)
+    monkeypatch.setattr(bench.loader, broken, fail)
+    bench.loader.submit(FetchOrder(digest))
+    bench.loader.submit(PlaceOrder(digest, tuple(range(pages))))
+    assert failed.wait(30)
+    rest.set()
+
+    fetched, placed = bench.next(), bench.next()
+
+    assert isinstance(fetched, Fetched)
+    assert not fetched.error
+    assert isinstance(placed, Placed)
+    assert placed.error == "adapter cannot be read: RuntimeError"
+    monkeypatch.setattr(bench.loader, broken, getattr(type(bench.loader), broken).__get__(bench.loader))
+    assert bench.ask(PlaceOrder(digest, tuple(range(pages)))) == Placed(digest)
+    _check_view(bench.loader.adapter(digest), folder, bench.engine)
+
+
 def test_a_slow_read_that_is_followed_holds_up_no_other_placement(
     bench: _Bench, digest: str, folder: Path, tmp_path: Path
 ) -> None:
