@@ -78,6 +78,12 @@ class Chain:
     def pages(self) -> tuple[Page, ...]:
         return tuple(node.page for node in self.nodes[1:])
 
+    @property
+    def found(self) -> bool:
+        """Whether others find these pages: their tree is not gone, and they are not condemned."""
+        first = self.nodes[1] if len(self) else None
+        return not self.root.gone and (first is None or self.root.children.get(first.key) is first)
+
 
 class PrefixCache:
     """Common pages of the pool: those that idle in the room, and those that requests read.
@@ -148,31 +154,30 @@ class PrefixCache:
 
     def close(self, chain: Chain) -> None:
         """The request has ended, or lost its seat. Its pages idle, the last one the first to go."""
-        root = chain.root
+        root, found = chain.root, chain.found
         for node in reversed(chain.nodes):
             node.readers -= 1
             if node.readers or node is root:
                 continue
-            if root.gone:
-                self._free(node, self._pool.begun)
-            else:
+            if found:
                 self._file(node)
+            else:
+                self._free(node, self._pool.begun)
         self._prune(root)
         chain.nodes.clear()
 
     def condemn(self, chain: Chain) -> None:
-        """What these pages hold was computed wrong: nobody finds them, or what follows them, again."""
-        if len(chain):
-            chain.nodes[0].children.pop(chain.nodes[1].key, None)
+        """What these pages hold was computed wrong: nobody finds them, or what follows them, again. Those that nobody
+        reads are free now, the others when their readers leave."""
+        if len(chain) and chain.found:
+            first = chain.nodes[1]
+            del chain.root.children[first.key]
+            self._drop_idle(_below(first))
 
     def drop(self, node: _Node) -> None:
         """Give an idle page back to the pool."""
         self._take(node)
         self._free(node, node.last_read)
-        parent = node.parent
-        if parent is not None and parent.children.get(node.key) is node:
-            del parent.children[node.key]
-            self._prune(parent)
 
     def forget(self, adapter: str) -> int:
         """An adapter is no more: free its idle pages now, the others when their readers leave. Returns these."""
@@ -180,11 +185,7 @@ class PrefixCache:
         for root in [root for space, root in self._trees.items() if space.adapter == adapter]:
             root.gone = True
             del self._trees[root.space]
-            for node in _below(root):
-                if node.filed:
-                    self.drop(node)
-                else:
-                    read += 1
+            read += self._drop_idle(_below(root))
         return read
 
     @property
@@ -212,9 +213,21 @@ class PrefixCache:
         self._room.charge(node.tenant, -1)
         self._room.cached.take(node)
 
+    def _drop_idle(self, nodes: list[_Node]) -> int:
+        """Drop those that nobody reads. Returns how many are left."""
+        idle = [node for node in nodes if node.filed]
+        for node in idle:
+            self.drop(node)
+        return len(nodes) - len(idle)
+
     def _free(self, node: _Node, last_read: int) -> None:
+        """Give a page back, which nobody finds from now on: not even who reads what comes before it."""
         self._pages.discard(node.page)
         self._pool.release((node.page,), last_read)
+        parent = node.parent
+        if parent is not None and parent.children.get(node.key) is node:
+            del parent.children[node.key]
+            self._prune(parent)
 
     def _prune(self, node: _Node) -> None:
         """Forget a tree that nobody reads and whose last page has gone."""

@@ -23,8 +23,10 @@ from stencilpress.engine.plan import (
 )
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.prefix import PrefixCache
+from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
+from stencilpress.engine.seats import Seats
 from tests.unit.virtual_device import VOCAB, Device, Loader, QuickDevice
 
 
@@ -75,6 +77,8 @@ class Engine:
         self.residency = Residency(self.pool, self.room, capacity)
         self.prefixes = PrefixCache(self.pool, self.room, limits.page_tokens)
         self.scheduler = Scheduler(limits, self.pool, self.residency, self.prefixes, clock=lambda: self.now_s)
+        self.risen: set[RequestKey] = set()
+        self.scheduler._seats.leave = self._leave  # type: ignore[method-assign]
         self.device = (QuickDevice if quick else Device)(limits.page_tokens)
         self.loader = Loader(self.device, needs)
         self.max_cpu_loras = max_cpu_loras
@@ -108,11 +112,12 @@ class Engine:
         self.now_s += 0.02
         for result in (*self.loaded, *self.loader.work(load_speed)):
             self.scheduler.loaded(result)
-        kept, seated = self._kept(), set(self.scheduler._seats.taken)
+        kept, stayed = self._kept(), set(self.scheduler._seats.taken)
+        self.risen.clear()
         plan = self.scheduler.plan_ahead() if self.flights else self.scheduler.plan()
         self._check_plan(plan)
         orders = self.residency.take_orders()
-        self._check_drops(orders, kept, seated & set(self.scheduler._seats.taken))
+        self._check_drops(orders, kept, stayed - self.risen)
         self.loader.orders.extend(orders)
         idle = plan is None and not self.flights
         if plan is not None:
@@ -169,18 +174,23 @@ class Engine:
             assert all(chunk.slot < self.limits.max_num_seqs for chunk in chunks)
             assert not {chunk.key[0] for chunk in chunks} & self.parked
 
+    def _leave(self, request: Request) -> None:
+        """Somebody gives up a seat, be it to have another at once."""
+        self.risen.add(request.key)
+        Seats.leave(self.scheduler._seats, request)
+
     def _kept(self) -> set[str]:
         """What an operator has pinned in the pool."""
         known = (self.residency.known(digest) for digest in self.loader.needs)
         return {adapter.digest for adapter in known if adapter is not None and adapter.kept}
 
-    def _check_drops(self, orders: Sequence[LoadOrder], kept: set[str], seated: set[RequestKey]) -> None:
-        """No adapter is taken from a request that runs; an operator's only while one runs at most. ``seated`` are those
-        who have been so since before the step."""
+    def _check_drops(self, orders: Sequence[LoadOrder], kept: set[str], stayed: set[RequestKey]) -> None:
+        """No adapter is taken from a request that runs; an operator's only while one runs at most. ``stayed`` are those
+        who have had their seats since before the step."""
         for digest in (order.digest for order in orders if isinstance(order, DropOrder) and order.tier == "hbm"):
             adapter = self.residency.known(digest)
             assert adapter is None or not adapter.leases, "an adapter in use was evicted"
-            assert digest not in kept or len(seated) <= 1, "a pinned adapter was evicted"
+            assert digest not in kept or len(stayed) <= 1, "a pinned adapter was evicted"
 
     def _hear(self, connection: int, step: Step) -> None:
         for token in step.tokens:

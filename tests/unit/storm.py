@@ -57,6 +57,7 @@ class Storm:
         self.tenants = draw(1, 5)
         self.prompts = [[self.random.randrange(VOCAB) for _ in range(longest)] for longest in (24, 24, 64)]
         self.last_id = 0
+        self.last: tuple[list[int], str | None, int] = [], None, 0
 
     def run(self, steps: int) -> Engine:
         """So many stormy steps, then calm until every request has ended. The pool's books are checked after each."""
@@ -94,7 +95,7 @@ class Storm:
         elif chance < 0.13:
             self.engine.scheduler.check_adapter(self.random.choice(self.digests))
         elif chance < 0.14:
-            self.engine.scheduler.forget(self.random.choice(self.digests))
+            self.engine.scheduler.forget(self.last[1] or self.random.choice(self.digests))
         elif chance < 0.15:
             wished = [
                 self.random.sample(self.digests, self.random.randint(0, min(2, len(self.digests)))) for _ in range(2)
@@ -110,12 +111,16 @@ class Storm:
             common = self.random.choice(self.prompts)[: self.random.randint(1, length)]
             prompt[: len(common)] = common
         tenant = self.random.randrange(self.tenants)
+        adapter = self.random.choice((None, *self.digests))
+        if self.last[0] and self.random.random() < 0.2:  # it asks what the last one asked: their answers are the same
+            prompt, adapter, tenant = self.last
+        self.last = prompt, adapter, tenant
         stop_ids = tuple(self.random.sample(range(VOCAB), self.random.choice((0, 2))))
         self.engine.submit(
             (self.random.randint(1, 3), self.last_id),
             prompt,
             self.random.randint(1, max(1, min(24, longest - len(prompt) + 1))),
-            self.random.choice((None, *self.digests)),
+            adapter,
             stop_ids,
             tenant=tenant,
             salt=b"salt %d" % tenant if tenant < 3 else b"",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stencilpress.engine.eviction import Room
 from stencilpress.engine.plan import Page
 from stencilpress.engine.pool import Pool
-from stencilpress.engine.prefix import Chain, PrefixCache, Space
+from stencilpress.engine.prefix import Chain, PrefixCache, Space, _below
 
 MINE = Space("adapter", 1, b"my salt")
 TOKENS = list(range(10, 21))
@@ -141,9 +142,53 @@ def test_what_was_computed_wrong_is_not_found() -> None:
     again = desk.serve(MINE, TOKENS)
     assert not set(again) & set(pages)
     desk.cache.close(chain)
-    desk.evict(4)
+    assert desk.found(MINE, TOKENS) == tuple(again)
+    desk.evict(2)
     assert desk.pool.free == desk.pool.total
     assert not desk.cache._trees
+
+
+def test_what_was_computed_wrong_takes_no_room() -> None:
+    """However often it was found before, nobody will find it again: its worth must not keep it."""
+    desk = Desk()
+    for ending in (7, 8, 9):
+        desk.serve(MINE, [*TOKENS[:8], *[ending] * 5])
+    chain, _ = desk.begin(MINE, TOKENS)
+    reader, pages = desk.begin(MINE, [*TOKENS[:8], *[7] * 5])
+    desk.cache.condemn(chain)
+    assert desk.room.cached.size == 0, "of what idles below"
+    desk.cache.close(chain)
+    assert desk.pool.cached == len(pages), "which the other one reads"
+    desk.cache.condemn(reader)
+    desk.cache.close(reader)
+    assert desk.pool.free == desk.pool.total
+    assert not desk.cache._trees
+
+
+@pytest.mark.parametrize(
+    "lost", [lambda desk, _: desk.cache.forget("adapter"), lambda desk, chain: desk.cache.condemn(chain)]
+)
+def test_who_goes_on_with_a_lost_beginning_finds_no_page_that_was_freed(
+    lost: Callable[[Desk, Chain], object],
+) -> None:
+    """Three requests that began alike go on alike: what one of them has added leaves with it."""
+    desk = Desk()
+    first, _ = desk.begin(MINE, TOKENS[:6])
+    second, _ = desk.begin(MINE, TOKENS[:6])
+    third, _ = desk.begin(MINE, TOKENS[:6])
+    lost(desk, third)
+    desk.cache.close(third)
+    [page] = desk.pool.allocate(1, (1, 1)) or ()
+    assert desk.cache.add(first, TOKENS[4:8], page) == page
+    desk.cache.close(first)
+    assert desk.pool.cached == 1, "the beginning"
+    mine, anothers = desk.pool.allocate(2, (1, 2)) or ()
+    assert anothers == page
+    assert desk.cache.add(second, TOKENS[4:8], mine) == mine
+    desk.pool.check([desk.cache.holdings(), ((1, 2), (anothers,))])
+    desk.cache.close(second)
+    desk.pool.release((anothers,))
+    assert desk.pool.free == desk.pool.total
 
 
 def test_of_an_adapter_that_is_no_more_nothing_stays() -> None:
@@ -225,6 +270,8 @@ class PrefixMachine(RuleBasedStateMachine):
         read = {page for _, _, chain in self.running for page in chain.pages}
         assert self.desk.pool.cached == len(read) + self.desk.room.cached.size
         assert Counter(self.desk.room._held).total() == self.desk.room.cached.size
+        found = [node for root in self.desk.cache._trees.values() for node in _below(root)]
+        assert self.desk.room.cached.size == sum(node.filed > 0 for node in found), "what idles is found"
 
     def teardown(self) -> None:
         for _, _, chain in self.running:

@@ -56,6 +56,28 @@ def test_what_a_preempted_request_finds_of_its_own_is_not_counted_as_saved() -> 
     assert engine.scheduler.stats(0).cached_tokens == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_that_go_on_alike_outlive_their_version(ahead: bool) -> None:
+    """The version is deleted while both run. What the first one then computes leaves with it, before the second one
+    comes that far."""
+    engine = make_engine(pages=30)
+    engine.ahead = ahead
+    first = engine.submit((1, 1), [5] * 9, 16, "A", salt=b"salt")
+    while len(first.text) < 8:
+        engine.step()
+    second = engine.submit((1, 2), [5] * 9, 16, "A", salt=b"salt")
+    while not second.text:
+        engine.step()
+    assert engine.scheduler.forget("A") == 2 + 4, "its own pages and full ones of the texts"
+    while first.finished is None:
+        engine.step()
+    assert second.finished is None
+    engine.submit((1, 3), [7] * 20, 20)
+    engine.run_until_idle()
+    assert engine.pool.adapter == 0
+    assert second.text == first.text
+
+
 def test_idle_adapters_go_before_anybody_is_preempted() -> None:
     engine = make_engine(pages=8, needs={"A": 2, "B": 2})
     for i, adapter in enumerate("AB"):
