@@ -30,6 +30,7 @@ from stencilpress.engine.messages import (
     PROTOCOL_VERSION,
     Adapters,
     AskAdapters,
+    AskHeld,
     AskPages,
     AskStats,
     Ensure,
@@ -37,6 +38,7 @@ from stencilpress.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    Held,
     Hello,
     Keep,
     Kept,
@@ -195,6 +197,10 @@ class EngineClient:
         """What the engine has seen of adapters, the one used last first. Raises as :meth:`submit` does."""
         question = AskAdapters(next(self._ids), offset, limit)
         return await self._require().ask(question, Adapters, self._submit_limit_s)
+
+    async def held(self, after: str = "") -> Held:
+        """Adapters that take memory, those whose digests come next after ``after``. Raises as :meth:`submit` does."""
+        return await self._require().ask(AskHeld(next(self._ids), after), Held, self._submit_limit_s)
 
     async def pages(self) -> Pages:
         """Who holds which page of the pool: drawn in parts between its steps. Raises as :meth:`submit` does."""

@@ -14,6 +14,7 @@ from stencilpress.engine.messages import (
     Adapters,
     Answer,
     AskAdapters,
+    AskHeld,
     AskPages,
     AskStats,
     Ensure,
@@ -22,6 +23,7 @@ from stencilpress.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    Held,
     Keep,
     Kept,
     Pages,
@@ -45,8 +47,8 @@ CATCHING_UP_READS = 100
 """For so many reads after that the larger number stays: whether a step meets anybody in line is chance then."""
 
 Batch = tuple[list[Token], Finished | None]
-A = TypeVar("A", Ensured, Stats, Adapters, Pages, Kept, Forgotten)
-Question = Ensure | AskStats | AskAdapters | AskPages | Keep | Forget
+A = TypeVar("A", Ensured, Stats, Adapters, Held, Pages, Kept, Forgotten)
+Question = Ensure | AskStats | AskAdapters | AskHeld | AskPages | Keep | Forget
 
 
 class EngineError(Exception):

@@ -15,9 +15,10 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_ADAPTERS_SHOWN = 256
+MAX_HELD_SHOWN = 4096
 MAX_KEPT = 1024
 """Adapters that one gateway may have pinned, and as many preloaded."""
 
@@ -99,6 +100,14 @@ class AskAdapters(msgspec.Struct, frozen=True, array_like=True, tag="ask_adapter
     limit: int = 64
 
 
+class AskHeld(msgspec.Struct, frozen=True, array_like=True, tag="ask_held"):
+    """Which adapters take memory, or may be brought in for nobody. Answered by :class:`Held` with the first ones, in
+    the order of their digests, that come after ``after``."""
+
+    id: int
+    after: str = ""
+
+
 class AskPages(msgspec.Struct, frozen=True, array_like=True, tag="ask_pages"):
     """Who holds which page of the pool. Answered by :class:`Pages`."""
 
@@ -128,7 +137,7 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
     adapter: str
 
 
-ToEngine = Submit | Abort | Ensure | AskStats | AskAdapters | AskPages | Keep | Forget
+ToEngine = Submit | Abort | Ensure | AskStats | AskAdapters | AskHeld | AskPages | Keep | Forget
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -247,6 +256,13 @@ class Adapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters"):
     adapters: tuple[AdapterSeen, ...]
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True, tag="held"):
+    """Digests in order; those are all if there are fewer than :data:`MAX_HELD_SHOWN`."""
+
+    id: int
+    adapters: tuple[str, ...]
+
+
 class PageOwner(msgspec.Struct, frozen=True, array_like=True):
     """``kind`` is ``free``, ``quarantined``, ``cached``, ``kv`` (``name``: the tenant) or ``adapter`` (its digest)."""
 
@@ -278,8 +294,8 @@ class Forgotten(msgspec.Struct, frozen=True, array_like=True, tag="forgotten"):
     pages: int
 
 
-Answer = Ensured | Stats | Adapters | Pages | Kept | Forgotten
-FromEngine = Step | Ensured | Stats | Adapters | Pages | Kept | Forgotten
+Answer = Ensured | Stats | Adapters | Held | Pages | Kept | Forgotten
+FromEngine = Step | Ensured | Stats | Adapters | Held | Pages | Kept | Forgotten
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

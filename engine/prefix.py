@@ -188,6 +188,10 @@ class PrefixCache:
             read += self._drop_idle(_below(root))
         return read
 
+    def adapters(self) -> Iterator[str]:
+        """Those that have common pages, by space."""
+        return (space.adapter for space in self._trees if space.adapter)
+
     @property
     def idle_pages(self) -> int:
         """Pages that no request reads now."""

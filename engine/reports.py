@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from stencilpress.engine.activity import Activity
 from stencilpress.engine.adapters import Tier
-from stencilpress.engine.messages import MAX_ADAPTERS_SHOWN, Adapters, AdapterSeen, AskAdapters, PageOwner, Pages
+from stencilpress.engine.messages import (
+    MAX_ADAPTERS_SHOWN,
+    MAX_HELD_SHOWN,
+    Adapters,
+    AdapterSeen,
+    AskAdapters,
+    AskHeld,
+    Held,
+    PageOwner,
+    Pages,
+)
 from stencilpress.engine.plan import RequestKey
 from stencilpress.engine.pool import Common, Owner, Pool
 from stencilpress.engine.residency import Residency
@@ -23,6 +33,11 @@ def adapters_seen(residency: Residency, waiting: Callable[[str], int], ask: AskA
     some = islice(residency.activities, max(0, ask.offset), max(0, ask.offset) + limit)
     rows = tuple(_seen(residency, activity, waiting(activity.digest)) for activity in some)
     return Adapters(ask.id, len(residency.activities), rows)
+
+
+def adapters_held(held: Iterable[str], ask: AskHeld) -> Held:
+    """The next of ``held`` after those that were told already: adapters may come and go between two questions."""
+    return Held(ask.id, tuple(sorted(digest for digest in set(held) if digest > ask.after)[:MAX_HELD_SHOWN]))
 
 
 def _seen(residency: Residency, activity: Activity, waiting: int) -> AdapterSeen:

@@ -237,6 +237,11 @@ class Residency:
         self._settle(adapter)
         return adapter.size
 
+    def held(self) -> Iterator[str]:
+        """Those that :meth:`forget` would matter to: in memory, wanted, or likely to be brought in for nobody."""
+        yield from (adapter.digest for adapter in self._adapters)
+        yield from (digest for _, digest in self._wishes.likely())
+
     def take_orders(self) -> list[LoadOrder]:
         """Orders for the loader since the last call, to be carried out in this order."""
         orders = list(self._orders)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from stencilpress.engine.accounts import Accounts
@@ -146,6 +146,10 @@ class Scheduler:
     def forget(self, adapter: str) -> int:
         """An adapter is no more. Returns the pages that running requests hold of it, and of its common prefixes."""
         return self._seats.forget(adapter)
+
+    def held(self) -> Iterator[str]:
+        """What :meth:`forget` would matter to, some adapters more than once."""
+        return self._seats.held()
 
     # Steps
 

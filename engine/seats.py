@@ -179,6 +179,11 @@ class Seats:
         """An adapter is no more. Returns the pages that those seated hold of it, and of its common prefixes."""
         return self._residency.forget(adapter) + self._prefixes.forget(adapter)
 
+    def held(self) -> Iterator[str]:
+        """Adapters that :meth:`forget` would matter to, some more than once."""
+        yield from self._residency.held()
+        yield from self._prefixes.adapters()
+
     def holdings(self) -> Iterator[tuple[Owner, Sequence[Page]]]:
         """Who holds which pages, for :meth:`Pool.check`."""
         yield self._prefixes.holdings()

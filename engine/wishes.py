@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from stencilpress.engine.activity import Activities
 from stencilpress.engine.adapters import Adapter, Adapters, Tier
@@ -77,6 +77,14 @@ class Wishes:
         self._activities.cool(digest)
         self._kept.unwish(digest)
 
+    def likely(self) -> Iterator[tuple[float, str]]:
+        """What was used of late and is not in the pool, each with its uses: likely to be wanted again."""
+        now_s = self._clock()
+        for seen in self._activities:
+            uses = seen.heat.at(now_s)
+            if uses >= 1 and not seen.error and not self._in_pool(seen.digest):
+                yield uses, seen.digest
+
     def pin(self, adapter: Adapter) -> None:
         """Pin an adapter in the pool that is to be, if the part for such adapters has room; or no longer. In the middle
         of a change."""
@@ -132,14 +140,9 @@ class Wishes:
         for digest in sorted(self._kept.pinned - self._beyond):
             if not self._in_pool(digest):
                 self._kept.wish(digest)
-        now_s = self._clock()
-        away = [
-            (uses, seen.digest)
-            for seen in self._activities
-            if (uses := seen.heat.at(now_s)) >= 1 and not seen.error and not self._in_pool(seen.digest)
-        ]
-        if away:
-            self._kept.wish(max(away)[1])
+        away = max(self.likely(), default=None)
+        if away is not None:
+            self._kept.wish(away[1])
 
     def _in_pool(self, digest: str) -> bool:
         adapter = self._adapters.get(digest)

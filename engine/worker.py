@@ -15,6 +15,7 @@ from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
     Abort,
     AskAdapters,
+    AskHeld,
     AskPages,
     AskStats,
     Ensure,
@@ -27,7 +28,7 @@ from stencilpress.engine.messages import (
     Submit,
 )
 from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Sampled, StepPlan
-from stencilpress.engine.reports import PageMap, adapters_seen
+from stencilpress.engine.reports import PageMap, adapters_held, adapters_seen
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.scheduler import Scheduler
 
@@ -167,11 +168,13 @@ class Worker:
         else:
             self._send(connection, self._answer(connection, message))
 
-    def _answer(self, connection: int, message: AskStats | AskAdapters | Keep | Forget) -> FromEngine:
+    def _answer(self, connection: int, message: AskStats | AskAdapters | AskHeld | Keep | Forget) -> FromEngine:
         if isinstance(message, AskStats):
             return self._scheduler.stats(message.id)
         if isinstance(message, AskAdapters):
             return adapters_seen(self._residency, self._scheduler.waiting_for, message)
+        if isinstance(message, AskHeld):
+            return adapters_held(self._scheduler.held(), message)
         if isinstance(message, Forget):
             return Forgotten(message.id, self._scheduler.forget(message.adapter))
         return Kept(message.id, self._residency.keep(connection, message.pinned, message.preloaded))

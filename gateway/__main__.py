@@ -53,6 +53,7 @@ from stencilpress.gateway.server import keep_certificate, tls_context
 from stencilpress.gateway.services import Services
 from stencilpress.gateway.settings import GatewaySettings
 from stencilpress.gateway.side import SWITCH_S
+from stencilpress.gateway.sweeper import Sweeper
 from stencilpress.gateway.tokenizer import ModelTokenizer
 from stencilpress.gateway.tracing import Tracing, tracing
 from stencilpress.web.app import mount_console
@@ -180,6 +181,7 @@ async def _services(settings: GatewaySettings, traces: Tracing | None) -> AsyncI
         await stack.enter_async_context(sampling(settings, db, view))
         keeper = keeper_of(settings, db, engine, changes, base)
         await stack.enter_async_context(keeper.following())
+        await stack.enter_async_context(Sweeper(db, engine, changes).following())
         yield Services(
             settings=settings,
             db=db,

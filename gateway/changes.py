@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from stencilpress.gateway.cache import BoundedCache
 from stencilpress.gateway.catalog.session import Database
-from stencilpress.gateway.catalog.stamps import COUNTER, read_stamps
+from stencilpress.gateway.catalog.stamps import COUNTER, RETIRED, read_stamps
 from stencilpress.gateway.errors import UnavailableError
 
 POLL_S = 0.4
@@ -42,6 +42,8 @@ class Changes:
         self._changed: dict[int, int] = {}
         self.seen = 0
         """The highest stamp so far."""
+        self.retired = 0
+        """The stamp of the last change that took something out of use, whoever's."""
 
     async def poll(self) -> None:
         """Ask once. Raises :class:`UnavailableError`."""
@@ -49,6 +51,7 @@ class Changes:
         async with self._db.read() as session:
             stamps = await read_stamps(session, self.seen)
         self.seen = max(self.seen, stamps.pop(COUNTER, 0))
+        self.retired = max(self.retired, stamps.pop(RETIRED, 0))
         self._changed.update(stamps)
         self._asked_at = max(self._asked_at, asked_at)
 

@@ -15,7 +15,7 @@ import asyncio
 import functools
 import math
 import random
-from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from hashlib import blake2b
 from types import TracebackType
@@ -26,6 +26,7 @@ import msgspec
 from stencilpress.engine.client import EngineBusyError, EngineClient, EngineUnavailableError, Stream
 from stencilpress.engine.messages import (
     MAX_ADAPTERS_SHOWN,
+    MAX_HELD_SHOWN,
     AdapterSeen,
     Ensured,
     Kept,
@@ -43,6 +44,8 @@ MAX_RANKED = 1 << 16
 ANSWER_LIMIT_S = 1.0
 PAGES_LIMIT_S = 5.0
 """The picture of a large pool is drawn in parts, one a step."""
+FORGETS_AT_ONCE = 16
+"""Adapters that an engine sees to between two steps."""
 
 A = TypeVar("A")
 
@@ -190,9 +193,34 @@ class Engines:
         says = (client.keep(*share) for client, share in zip(self._clients, shares, strict=True))
         return list(await asyncio.gather(*map(_soon, says)))
 
-    async def forget(self, digests: Iterable[str]) -> None:
+    async def held_by(self, engine: int, limit_s: float = ANSWER_LIMIT_S) -> Collection[str] | None:
+        """The adapters that one engine has in memory, or may bring in for nobody; None if it does not answer."""
+        held: list[str] = []
+        while True:
+            answer = await _soon(self._clients[engine].held(held[-1] if held else ""), limit_s)
+            if answer is None:
+                return None
+            held += answer.adapters
+            if len(answer.adapters) < MAX_HELD_SHOWN:
+                return held
+
+    async def forget(self, digests: Collection[str]) -> None:
         """Tell every engine that versions are deleted: none keeps memory for them once their last request has ended."""
-        await asyncio.gather(*(_soon(client.forget(digest)) for digest in set(digests) for client in self._clients))
+        await asyncio.gather(*(self.forget_on(engine, digests) for engine in range(self.count)))
+
+    async def forget_on(self, engine: int, digests: Collection[str], limit_s: float = ANSWER_LIMIT_S) -> bool:
+        """The same for one engine; False if it does not answer to all of it."""
+        names, client = sorted(digests), self._clients[engine]
+        for start in range(0, len(names), FORGETS_AT_ONCE):
+            some = names[start : start + FORGETS_AT_ONCE]
+            if None in await asyncio.gather(*(_soon(client.forget(digest), limit_s) for digest in some)):
+                return False
+        return True
+
+    @property
+    def count(self) -> int:
+        """Engines, connected or not."""
+        return len(self._clients)
 
     @property
     def welcomes(self) -> Sequence[Welcome | None]:

@@ -26,6 +26,7 @@ from stencilpress.gateway.catalog.models import (
 from stencilpress.gateway.catalog.records import Share, SmokeRun, SmokeSuite
 from stencilpress.gateway.catalog.rows import find_adapter, locked_adapter
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.stamps import touch_retired
 from stencilpress.gateway.catalog.tenants import tenant_row
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 
@@ -47,6 +48,7 @@ async def delete_version(db: Database, tenant_id: int, name: str, number: int, *
                 if alias := await session.scalar(query.limit(1)):
                     raise ConflictError(f"version: {name}@{alias} points at it; move that first", param="version")
             version.deleted_at = datetime.now(UTC)
+            touch_retired(session)
             audit(session, actor, "version.delete", Target("version", f"{name}@{number}", tenant_id))
 
 
@@ -66,6 +68,7 @@ async def delete_adapter(db: Database, tenant_id: int, name: str, *, actor: Acto
         adapter = await locked_adapter(session, tenant_id, name, deleted=True)
         if adapter.deleted_at is None:
             adapter.deleted_at = datetime.now(UTC)
+            touch_retired(session)
             audit(session, actor, "adapter.delete", Target("adapter", name, tenant_id))
 
 

@@ -342,7 +342,8 @@ class AuditRow(Table):
 
 
 class StampRow(Table):
-    """When a tenant's part of the catalog changed last, by a counter that row 0 keeps; see ``stamps.py``."""
+    """When a tenant's part of the catalog changed last, by a counter that row 0 keeps; row -1 is of deletions,
+    whoever's. See ``stamps.py``."""
 
     __tablename__ = "catalog_stamps"
 

@@ -14,12 +14,19 @@ from stencilpress.gateway.catalog.models import StampRow
 
 COUNTER = 0
 """Stands for no tenant: ids begin at 1."""
+RETIRED = -1
+"""Stands for no tenant either: its stamp is that of the last change that took versions out of use, whoever's."""
 _TOUCHED = "touched_tenants"
 
 
 def touch(session: AsyncSession, tenant_id: int) -> None:
     """Gateways forget what they know of this tenant once the transaction is committed."""
     session.info.setdefault(_TOUCHED, set()).add(tenant_id)
+
+
+def touch_retired(session: AsyncSession) -> None:
+    """Gateways look, once the transaction is committed, whether engines hold what nobody has in use any more."""
+    touch(session, RETIRED)
 
 
 async def stamp_touched(session: AsyncSession) -> None:
@@ -35,6 +42,7 @@ async def stamp_touched(session: AsyncSession) -> None:
 
 
 async def read_stamps(session: AsyncSession, above: int) -> dict[int, int]:
-    """Tenants that changed after stamp ``above``, with the stamp of their last change, and the counter itself."""
+    """Tenants that changed after stamp ``above``, with the stamp of their last change, and the counter itself; so with
+    :data:`RETIRED`."""
     query = select(StampRow.tenant_id, StampRow.stamp).where(StampRow.stamp > above)
     return {row.tenant_id: row.stamp for row in await session.execute(query)}

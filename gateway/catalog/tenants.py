@@ -17,6 +17,7 @@ from stencilpress.gateway.catalog.limits import changed, checked, flat, to_limit
 from stencilpress.gateway.catalog.models import TenantRow
 from stencilpress.gateway.catalog.records import Tenant, TenantLimits
 from stencilpress.gateway.catalog.session import Database
+from stencilpress.gateway.catalog.stamps import touch_retired
 from stencilpress.gateway.errors import ConflictError, NotFoundError
 from stencilpress.gateway.names import check_tenant_name, is_name
 
@@ -122,6 +123,8 @@ async def _mark(db: Database, name: str, verb: str, actor: Actor, column: str, *
         row = await tenant_row(session, name, deleted=column == "deleted_at", lock=True)
         before = _facts(row)
         setattr(row, column, (getattr(row, column) or datetime.now(UTC)) if on else None)
+        if row.deleted_at is not None:
+            touch_retired(session)
         audit(session, actor, f"tenant.{verb}", _target(row), before, _facts(row))
     return to_tenant(row)
 

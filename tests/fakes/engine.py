@@ -7,7 +7,7 @@ an error for a prompt that fills ``max_model_len`` (``context_exceeded``) or an 
 logprob. Where logprobs are asked for, each token has :data:`LOGPROB` and is its own only
 alternative. Every adapter not in ``missing`` can be ensured, and all may be kept. What it shows of adapters and pages
 is what a test puts into ``adapters`` and ``pages``. :class:`Stats` counts requests, steps and tokens truly and has
-zeros for pages.
+zeros for pages. Adapters that a test puts into ``held`` are held until they are to be forgotten.
 
 As a process, in place of ``python -m stencilpress.engine`` and with its variables (``STENCILPRESS_ENGINE_FD`` or
 ``--socket PATH``, ``STENCILPRESS_LIFELINE_FD``, ``STENCILPRESS_GENERATION``; ``STENCILPRESS_MODEL_DIR``, if set, gives
@@ -28,6 +28,7 @@ In a thread, for unit tests::
             stream = await client.submit(Submit(0, pack_tokens([5, 6]), "", 4, Sampling()))
             assert [t.token for tokens, _ in [b async for b in stream] for t in tokens] == [5, 6, 5, 6]
         engine.submits, engine.aborts, engine.keeps   # what arrived so far
+        engine.heard                             # how many messages of each kind
         engine.waiting                           # how many it says that wait for a seat
         engine.parked                            # whether a gateway's reply ring is full
         engine.pause(), engine.resume()          # no tokens while paused; requests and aborts are taken in
@@ -44,7 +45,7 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,11 +58,13 @@ from stencilpress.engine import lifeline
 from stencilpress.engine.heartbeat import CPU_LIMIT_S, Heartbeat
 from stencilpress.engine.link import Closed, Link, Received
 from stencilpress.engine.messages import (
+    MAX_HELD_SHOWN,
     PROTOCOL_VERSION,
     Abort,
     Adapters,
     AdapterSeen,
     AskAdapters,
+    AskHeld,
     AskPages,
     AskStats,
     Ensure,
@@ -71,6 +74,7 @@ from stencilpress.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    Held,
     Keep,
     Kept,
     Pages,
@@ -144,10 +148,12 @@ class FakeEngine:
     def __init__(self, listener: socket.socket, options: Options, heartbeat: Heartbeat | None = None) -> None:
         self.options = options
         self._heartbeat = heartbeat or Heartbeat(-1, CPU_LIMIT_S)
+        self.heard: Counter[str] = Counter()
         self.submits: list[Submit] = []
         self.aborts: list[int] = []
         self.keeps: list[Keep] = []
         self.forgotten: list[str] = []
+        self.held: set[str] = set()
         self.adapters: list[AdapterSeen] = []
         self.pages = Pages(0, 0, (), b"")
         self.map_asks = 0
@@ -217,6 +223,7 @@ class FakeEngine:
             self._receive(event.connection, event.message)
 
     def _receive(self, connection: int, message: ToEngine) -> None:
+        self.heard[type(message).__name__] += 1
         match message:
             case Submit():
                 self._submit(connection, message)
@@ -232,11 +239,15 @@ class FakeEngine:
             case AskAdapters(id=id_, offset=offset, limit=limit):
                 some = tuple(self.adapters[offset : offset + limit])
                 self._send(connection, Adapters(id_, len(self.adapters), some))
+            case AskHeld(id=id_, after=after):
+                some_held = sorted(one for one in self.held if one > after)[:MAX_HELD_SHOWN]
+                self._send(connection, Held(id_, tuple(some_held)))
             case AskPages(id=id_):
                 self.map_asks += 1
                 self._send(connection, msgspec.structs.replace(self.pages, id=id_))
             case Forget(id=id_, adapter=adapter):
                 self.forgotten.append(adapter)
+                self.held.discard(adapter)
                 self._send(connection, Forgotten(id_, 0))
             case Keep(id=id_):
                 self.keeps.append(message)

@@ -11,6 +11,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ class Press:
                 continue
             assert status < 300, answer
             return answer
+
+    def until(self, condition: Callable[[Any], bool]) -> Any:
+        """The engine's numbers when they are as they should become."""
+        deadline = time.monotonic() + 30
+        while True:
+            (engine,) = self.ask("GET", "/admin/api/v1/engines")[1]["data"]
+            if condition(engine):
+                return engine
+            assert time.monotonic() < deadline, engine
+            time.sleep(0.1)
 
 
 def packed(folder: Path) -> bytes:
@@ -121,4 +132,9 @@ def test_from_upload_to_purge(cli: Cli, data: Path, base_folder: Path, adapters:
         assert cli("alias", "rollback", "helper@prod", "--tenant", "demo").stdout == "helper@prod is helper@1\n"
         assert press.ask("DELETE", f"{API}/adapters/helper/versions/2")[0] == 200
         assert press.ask("POST", "/v1/chat/completions", {**body, "model": "helper@2"})[0] == 404
+        assert press.ask("POST", "/v1/chat/completions", body)[1]["model"] == "helper@1"
+        press.until(lambda engine: engine["adapters_host"] == 1)
+        cli("adapter", "delete", "helper", "--tenant", "demo")
+        left = press.until(lambda engine: engine["adapters_host"] == 0)
+        assert (left["adapters_hbm"], left["pages_adapter"], left["adapter_host_bytes"]) == (0, 0, 0)
     assert len(list((data / "v1" / "adapters").iterdir())) == 2, "it can still be restored"

@@ -8,7 +8,7 @@ import pytest
 
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.stamps import touch
-from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant
+from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant, delete_tenant, restore_tenant
 from stencilpress.gateway.changes import STALE_S, CatalogCache, Changes
 from stencilpress.gateway.errors import UnavailableError
 from tests.unit.test_keys import Clock
@@ -39,6 +39,23 @@ async def test_a_change_ends_what_is_known_of_its_tenant_alone(db: Database, cha
     assert (cache.get("a"), cache.get("z")) == (None, "of zoo")
     cache.put("a", 1, changes.seen, "again")
     assert cache.get("a") == "again"
+
+
+async def test_deletions_are_told_apart_from_other_changes(db: Database, changes: Changes) -> None:
+    assert changes.retired == 0
+    await change_tenant(db, "acme", {"max_rank": 8})
+    await changes.poll()
+    assert changes.retired == 0
+    await delete_tenant(db, "acme")
+    await changes.poll()
+    retired = changes.retired
+    assert retired == changes.seen > 0
+    await restore_tenant(db, "acme")
+    await changes.poll()
+    assert changes.retired == retired < changes.seen
+    late = Changes(db)
+    await late.poll()
+    assert late.retired == retired
 
 
 async def test_what_was_read_while_it_changed_is_not_kept(db: Database, changes: Changes) -> None:

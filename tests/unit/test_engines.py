@@ -13,7 +13,7 @@ import pytest
 
 from stencilpress.engine import client as client_module
 from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
-from stencilpress.engine.messages import Sampling, Submit, pack_tokens
+from stencilpress.engine.messages import MAX_HELD_SHOWN, Sampling, Submit, pack_tokens
 from stencilpress.gateway.engines import ALWAYS_TAKEN, LOAD_FACTOR, Engines, ranking
 from tests.fakes.engine import FakeEngine, Options, running_engine
 
@@ -152,6 +152,21 @@ async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywher
     assert await fleet.engines.adapters() == [[], None, []]
     pages = [await fleet.engines.pages_of(index) for index in range(COUNT)]
     assert [one and one.total for one in pages] == [0, None, 0]
+
+
+async def test_each_engine_tells_all_that_it_holds_and_one_alone_forgets(fleet: Fleet) -> None:
+    digests = [digest(number) for number in range(2 * MAX_HELD_SHOWN)]
+    fleet.fakes[0].held.update(digests)
+    fleet.fakes[1].held.update(digests[:7])
+    assert [await fleet.engines.held_by(index) for index in range(COUNT)] == [digests, digests[:7], []]
+    assert await fleet.engines.forget_on(0, set(digests[5:100]))
+    assert fleet.fakes[0].forgotten == digests[5:100]
+    assert [len(fake.held) for fake in fleet.fakes] == [len(digests) - 95, 7, 0]
+    fleet.fakes[1].crash()
+    await fleet.ready(COUNT - 1)
+    assert await fleet.engines.held_by(1) is None
+    assert not await fleet.engines.forget_on(1, digests[:1])
+    assert await fleet.engines.forget_on(1, ())
 
 
 async def test_a_request_is_taken_over_by_another_engine_or_by_the_first_that_is_back(

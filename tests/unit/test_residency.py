@@ -751,6 +751,25 @@ def test_what_is_forgotten_on_its_way_back_does_not_come() -> None:
     assert library.residency.known("a") is None
 
 
+def test_held_is_what_is_in_memory_or_wanted_or_may_come_back() -> None:
+    library = Library()
+    for arrival, digest in enumerate("aabbc"):
+        library.use(digest, arrival)
+    library.residency.forget("a")
+    while library.residency.evict_one():
+        pass
+    while library.residency.host.reclaim(0):
+        pass
+    library.pump()
+    assert not list(library.residency.holdings())
+    library.residency.want("d", 9)
+    assert set(library.residency.held()) == {"b", "c", "d"}, "two were used of late"
+    library.now_s += 3600
+    assert set(library.residency.held()) == {"d"}
+    library.residency.unwant("d")
+    assert set(library.residency.held()) == set()
+
+
 class ResidencyMachine(RuleBasedStateMachine):
     """Requests of three tenants come, run and go over few pages and little host memory, and loads fail."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stencilpress.engine import reports
 from stencilpress.engine import worker as worker_module
 from stencilpress.engine.eviction import Room
 from stencilpress.engine.limits import Limits
@@ -19,6 +20,7 @@ from stencilpress.engine.messages import (
     Abort,
     Adapters,
     AskAdapters,
+    AskHeld,
     AskPages,
     AskStats,
     Ensure,
@@ -27,6 +29,7 @@ from stencilpress.engine.messages import (
     Forget,
     Forgotten,
     FromEngine,
+    Held,
     Keep,
     Kept,
     PageOwner,
@@ -399,6 +402,42 @@ def test_a_deleted_versions_memory_is_free_when_its_last_request_has_ended(shop:
     assert shop.pool.free == baseline
     assert shop.residency.known("A") is None
     assert shop.loader.loader.hosted == {"B"}
+
+
+def test_what_is_held_is_told_in_parts_and_ends_with_its_deletion(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "MAX_HELD_SHOWN", 2)
+    gateway = shop.gateway()
+    for id_, adapter in enumerate(("", "C", "A", "B"), 1):
+        gateway.peer.send(Submit(id_, pack_tokens([1] * 40), adapter, 1, Sampling(), tenant=1, salt=b"salt"))
+        gateway.texts[id_] = []
+        shop.until(gateway.ended(id_))
+    gateway.peer.send(AskHeld(5))
+    gateway.peer.send(AskHeld(6, after="B"))
+    gateway.peer.send(Forget(7, "A"))
+    gateway.peer.send(Forget(8, "C"))
+    gateway.peer.send(AskHeld(9))
+    shop.until(lambda: len(gateway.answers) == 5)
+    assert gateway.answers == [
+        Held(5, ("A", "B")),
+        Held(6, ("C",)),
+        Forgotten(7, 0),
+        Forgotten(8, 0),
+        Held(9, ("B",)),
+    ]
+
+
+def test_what_only_its_prefixes_have_left_is_held_too(shop: Shop) -> None:
+    gateway = shop.gateway()
+    gateway.peer.send(Submit(1, pack_tokens([1] * 40), "A", 1, Sampling(), tenant=1, salt=b"salt"))
+    gateway.texts[1] = []
+    shop.until(gateway.ended(1))
+    shop.residency.forget("A")
+    assert shop.residency.known("A") is None
+    assert list(shop.scheduler.held()) == ["A"]
+    assert shop.pool.cached == 2
+    shop.scheduler.forget("A")
+    assert list(shop.scheduler.held()) == []
+    assert shop.pool.cached == 0
 
 
 def test_stats_tell_what_runs(shop: Shop) -> None:
