@@ -13,6 +13,8 @@ from stencilpress.engine.residency import Residency
 
 Refusal = tuple[str, str]
 """A code of :class:`Finished` and the engine's reason, for the log."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
+"""Between so far apart ones neither a counter nor a sum of weights loses what matters to rounding."""
 PRIORITY_STEPS = 256
 """Of one tenant's requests one of the next higher priority goes before those that came up to so many steps earlier."""
 
@@ -78,5 +80,6 @@ class Admission:
 
 
 def sound_weight(weight: float) -> float:
-    """A weight that can be divided by. The catalog allows nothing else; a gateway's fault must not stop the engine."""
-    return weight if math.isfinite(weight) and weight > 0 else 1.0
+    """A weight that can be divided by, and added to others. The catalog allows nothing else; a gateway's fault must not
+    stop the engine."""
+    return min(max(weight, LEAST_WEIGHT), MOST_WEIGHT) if math.isfinite(weight) and weight > 0 else 1.0

@@ -10,10 +10,13 @@ from stencilpress.engine.messages import MAX_KEPT
 
 
 class Kept:
-    """What each gateway wants kept, and the ``wishes`` that follow: adapters to bring in when nobody waits for one."""
+    """What each gateway wants kept, and the ``wishes`` that follow: adapters to bring in when nobody waits for one.
+
+    ``pinned`` is in the order in which gateways named them: where there is no room for all, the first ones have it.
+    """
 
     def __init__(self) -> None:
-        self.pinned: frozenset[str] = frozenset()
+        self.pinned: dict[str, None] = {}
         self.wishes: deque[str] = deque()
         self._sets: dict[int, tuple[Sequence[str], Sequence[str]]] = {}
 
@@ -25,7 +28,7 @@ class Kept:
             self._sets[gateway] = (pinned, preloaded)
         else:
             self._sets.pop(gateway, None)
-        self.pinned = frozenset(chain.from_iterable(pinned for pinned, _ in self._sets.values()))
+        self.pinned = dict.fromkeys(chain.from_iterable(pinned for pinned, _ in self._sets.values()))
         self.wishes = deque(dict.fromkeys((*self.pinned, *chain.from_iterable(p for _, p in self._sets.values()))))
         return ""
 

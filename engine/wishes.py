@@ -59,13 +59,10 @@ class Wishes:
         """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
         before = self._kept.pinned
         error = self._kept.say(gateway, pinned, preloaded)
-        if before != self._kept.pinned:
+        after = self._kept.pinned
+        if before.keys() != after.keys():
             self._beyond.clear()
-        for digest in before ^ self._kept.pinned:
-            adapter = self._adapters.get(digest)
-            if adapter is not None and adapter.tier is Tier.HBM:
-                with self._adapters.changing(adapter):
-                    self.pin(adapter)
+            self._pin_all([*(digest for digest in before if digest not in after), *after])
         return error
 
     def pins(self, digest: str) -> bool:
@@ -95,6 +92,14 @@ class Wishes:
             adapter.kept = others + adapter.size <= most
             if not adapter.kept:
                 self._beyond.add(adapter.digest)
+
+    def _pin_all(self, digests: Sequence[str]) -> None:
+        """The same for those of these that are in the pool: first what is to be pinned no longer, to make room."""
+        for digest in digests:
+            adapter = self._adapters.get(digest)
+            if adapter is not None and adapter.tier is Tier.HBM and adapter.kept != self.pins(digest):
+                with self._adapters.changing(adapter):
+                    self.pin(adapter)
 
     def pump(self) -> None:
         """Nobody waits for a load: order one for an adapter that is kept, or likely to be wanted again."""
@@ -137,8 +142,8 @@ class Wishes:
     def _predict(self) -> None:
         """Wish for all that should be pinned but has found no place, or lost it, and for the adapter used most of late
         that has left the pool."""
-        for digest in sorted(self._kept.pinned - self._beyond):
-            if not self._in_pool(digest):
+        for digest in self._kept.pinned:
+            if digest not in self._beyond and not self._in_pool(digest):
                 self._kept.wish(digest)
         away = max(self.likely(), default=None)
         if away is not None:

@@ -27,6 +27,7 @@ from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Capacity, Residency
 from stencilpress.engine.scheduler import Scheduler
 from stencilpress.engine.seats import Seats
+from tests.unit.books import check_books
 from tests.unit.virtual_device import VOCAB, Device, Loader, QuickDevice
 
 
@@ -161,6 +162,8 @@ class Engine:
     def _check_books(self) -> None:
         if self.steps % self.check_every == 0:
             self.scheduler.check()
+        if self.steps % (7 * self.check_every) == 0:
+            check_books(self.scheduler, self.residency, self.prefixes, self.room)
 
     def _check_plan(self, plan: StepPlan | None) -> None:
         adapters = [s.adapter for s in plan.segments if s.adapter is not None] if plan else []

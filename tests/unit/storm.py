@@ -32,29 +32,32 @@ class Storm:
     def __init__(self, seed: int, *, ahead: bool = False) -> None:
         self.random = random.Random(seed)
         draw = self.random.randint
-        self.digests = [f"adapter-{i}" for i in range(draw(1, 10))]
+        choice = self.random.choice
+        self.digests = [f"adapter-{i}" for i in range(draw(1, choice((10, 24))))]
         limits = Limits(
-            max_num_seqs=draw(1, 8),
-            max_num_batched_tokens=self.random.choice((1, 3, 8, 32)),
-            max_loras=draw(1, 4),
-            max_waiting=draw(1, 30),
-            max_model_len=self.random.choice((24, 64)),
-            page_tokens=self.random.choice((1, 4)),
+            max_num_seqs=draw(1, choice((8, 16))),
+            max_num_batched_tokens=choice((1, 3, 8, 32)),
+            max_loras=choice((1, 2, 3, 4, 24)),
+            max_waiting=choice((1, 10, 30, 200)),
+            max_model_len=choice((24, 64)),
+            page_tokens=choice((1, 2, 4)),
             vocab_size=VOCAB,
-            patience_steps=draw(1, 40),
+            patience_steps=choice((1, 8, 40, 256)),
         )
         self.engine = Engine(
             limits,
-            pages=draw(10, 80),
+            pages=draw(8, 100),
             needs={digest: draw(1, 9) for digest in self.digests},
-            max_cpu_loras=draw(1, 6),
+            max_cpu_loras=choice((1, 2, 6, 30)),
             ahead=ahead,
-            max_adapter_pages=self.random.choice((9, 20, 1 << 30)),
+            max_adapter_pages=choice((1, 9, 20, 1 << 30)),
         )
+        self.engine.device.fails = self.random if self.random.random() < 0.5 else None
         self.engine.loader.tells = self.random.random() < 0.5
         self.engine.eager = self.random.random() < 0.5
-        self.rate = self.random.choice((0.05, 0.3, 1.0))
+        self.rate = choice((0.05, 0.3, 1.0))
         self.tenants = draw(1, 5)
+        self.weights = [choice((0.001, 0.5, 1.0, 2.0, 1000.0)) for _ in range(self.tenants)]
         self.prompts = [[self.random.randrange(VOCAB) for _ in range(longest)] for longest in (24, 24, 64)]
         self.last_id = 0
         self.last: tuple[list[int], str | None, int] = [], None, 0
@@ -74,6 +77,7 @@ class Storm:
             self.engine.residency.keep(connection, (), ())
         self.engine.loader.broken.clear()
         self.engine.loader.jammed.clear()
+        self.engine.device.fails = None
         self.engine.run_until_idle()
         return self.engine
 
@@ -97,8 +101,9 @@ class Storm:
         elif chance < 0.14:
             self.engine.scheduler.forget(self.last[1] or self.random.choice(self.digests))
         elif chance < 0.15:
+            most = self.random.choice((2, len(self.digests)))
             wished = [
-                self.random.sample(self.digests, self.random.randint(0, min(2, len(self.digests)))) for _ in range(2)
+                self.random.sample(self.digests, self.random.randint(0, min(most, len(self.digests)))) for _ in range(2)
             ]
             assert self.engine.residency.keep(self.random.randint(1, 3), *wished) == ""
 
@@ -123,10 +128,10 @@ class Storm:
             adapter,
             stop_ids,
             tenant=tenant,
-            salt=b"salt %d" % tenant if tenant < 3 else b"",
-            weight=1.0 + tenant,
-            priority=self.random.choice((0, 0, -1, 3)),
-            max_wait_ms=self.random.choice((0, 0, 0, 100, 2000)),
+            salt=b"salt %d" % tenant if tenant < 3 and self.random.random() < 0.9 else b"",
+            weight=self.weights[tenant],
+            priority=self.random.choice((0, 0, -1, 3, -100, 100)),
+            max_wait_ms=self.random.choice((0, 0, 0, 0, 1, 100, 2000)),
         )
 
     def _park(self, connection: int) -> None:

@@ -5,63 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stencilpress.engine.adapters import Tier
-from stencilpress.engine.eviction import Room
 from stencilpress.engine.faults import BACKOFF_S
 from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
-from stencilpress.engine.messages import MAX_KEPT
 from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder, Sized
-from stencilpress.engine.pool import Pool
-from stencilpress.engine.residency import BARRED_S, Capacity, Residency
+from stencilpress.engine.residency import BARRED_S
 from stencilpress.engine.wishes import PREDICT_S
-
-
-class Library:
-    """A residency with a loader that does what it is told when it is told to; every adapter takes ``needs`` pages."""
-
-    def __init__(
-        self, *, pages: int = 8, needs: int = 2, max_cpu_loras: int = 4, max_prefetched: int = 4, **capacity: int
-    ) -> None:
-        self.now_s = 0.0
-        self.needs = needs
-        self.pool = Pool(pages)
-        self.room = Room(clock=lambda: self.now_s)
-        self.residency = Residency(self.pool, self.room, Capacity(max_cpu_loras, max_prefetched, **capacity))
-        self.seen: list[LoadOrder] = []
-
-    def turn(self, newest: int | None = None) -> list[LoadOrder]:
-        """Pump, carry out what was ordered, and pump until nothing more is ordered. Returns all orders."""
-        orders = []
-        while new := self.pump(newest):
-            orders += new
-            for order in new:
-                self.carry_out(order)
-        return orders
-
-    def pump(self, newest: int | None = None) -> list[LoadOrder]:
-        self.residency.pump(newest)
-        return self.residency.take_orders()
-
-    def carry_out(self, order: LoadOrder) -> None:
-        if isinstance(order, FetchOrder):
-            self.residency.completed(Fetched(order.digest, 100, self.needs, seconds=0.5))
-        elif isinstance(order, PlaceOrder):
-            self.residency.completed(Placed(order.digest, seconds=0.25))
-
-    def use(self, digest: str, arrival: int, tenant: int = 0) -> None:
-        """A request comes, waits for its adapter, runs and ends."""
-        self.residency.want(digest, arrival, tenant)
-        self.turn()
-        self.residency.lease(digest, tenant)
-        self.residency.unwant(digest)
-        self.turn()
-        self.residency.release(digest)
-
-    def bring_in(self, *digests: str) -> None:
-        """Leave adapters idle in the pool, the first longest unused."""
-        for arrival, digest in enumerate(digests):
-            self.residency.want(digest, arrival)
-            self.turn()
-            self.residency.unwant(digest)
+from tests.unit.library import Library
 
 
 def test_a_cold_adapter_is_fetched_then_placed_then_ready() -> None:
@@ -549,92 +498,6 @@ def test_a_thousand_loads_and_unloads_leave_nothing_behind() -> None:
     assert len(list(library.residency._adapters)) == library.residency.in_host
 
 
-def test_what_is_pinned_comes_in_and_stays_whatever_else_is_wanted() -> None:
-    library = Library(pages=8, max_cpu_loras=2)
-    assert library.residency.keep(1, ["kept"], []) == ""
-    library.turn()
-    assert library.residency.ready("kept")
-    for arrival in range(20):
-        library.use(f"a{arrival}", arrival)
-    assert library.residency.ready("kept")
-    assert not library.residency.make_room(7, 99)
-    library.residency.keep(1, [], [])
-    assert library.residency.make_room(8, 99)
-
-
-def test_pins_of_two_gateways_add_up_and_one_that_is_gone_takes_its_own_along() -> None:
-    library = Library(pages=20)
-    library.residency.keep(1, ["a", "b"], [])
-    library.residency.keep(2, ["b"], [])
-    library.turn()
-    library.residency.keep(1, [], [])
-    while library.residency.evict_one():
-        pass
-    assert [digest for digest in "ab" if library.residency.ready(digest)] == ["b"]
-
-
-def test_pins_take_half_of_the_adapters_pages_at_most() -> None:
-    library = Library(pages=100, max_cpu_loras=20, max_adapter_pages=8)
-    library.residency.keep(1, list("abcdef"), [])
-    library.turn()
-    assert library.pool.adapter == 8
-    assert sum(adapter.kept for adapter in library.residency._adapters) == 2
-    library.use("z", 1)
-    assert library.pool.adapter == 8
-
-
-def test_too_many_pins_are_refused_and_change_nothing() -> None:
-    library = Library(pages=8)
-    library.residency.keep(1, ["a"], [])
-    assert "at most" in library.residency.keep(1, [str(i) for i in range(MAX_KEPT + 1)], [])
-    library.turn()
-    assert library.residency.ready("a")
-
-
-def test_what_is_preloaded_comes_when_nobody_waits_and_pushes_out_nobody() -> None:
-    library = Library(pages=16, max_cpu_loras=20)
-    library.use("used", 1)
-    library.residency.want("wanted", 2)
-    library.residency.keep(1, [], ["p1", "p2", "broken", "p3", "p4", "p5", "p6"])
-    assert [order.digest for order in library.pump()] == ["wanted"]
-    library.residency.completed(Fetched("wanted", 100, 2))
-    while orders := library.pump():
-        for order in orders:
-            if order.digest == "broken":
-                library.residency.completed(Fetched("broken", 0, 0, "damaged"))
-            else:
-                library.carry_out(order)
-    assert library.residency.ready("wanted")
-    assert library.residency.evictions == 0
-    assert [p for p in ("p1", "p2", "p3", "p4", "p5", "p6") if library.residency.ready(p)] == [
-        "p1",
-        "p2",
-        "p3",
-        "p4",
-        "p5",
-    ]
-    assert library.pool.free == 2, "an eighth stays free"
-
-
-def test_what_was_used_of_late_comes_back_when_there_is_room() -> None:
-    library = Library(pages=8, needs=2, max_cpu_loras=2)
-    for arrival in range(3):
-        library.use("often", arrival)
-    library.use("once", 9)
-    while library.residency.evict_one():
-        pass
-    library.turn()
-    assert not library.residency.ready("often")
-    library.now_s += PREDICT_S
-    library.turn()
-    assert library.residency.ready("often")
-    assert not library.residency.ready("once"), "one at a time"
-    library.now_s += 1000
-    library.residency.evict_one()
-    library.turn()
-    assert not library.residency.ready("often"), "that was long ago"
-
-
 @pytest.mark.parametrize("when", ["on disk", "fetching", "hosted", "loading", "leased", "idle"])
 def test_what_is_forgotten_leaves_when_nobody_needs_it(when: str) -> None:
     library = Library()
@@ -868,7 +731,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_forgotten_is_there_only_while_somebody_needs_it(self) -> None:
         residency = self.library.residency
-        for digest in residency._forgotten - residency._wishes._kept.pinned:
+        for digest in residency._forgotten - residency._wishes._kept.pinned.keys():
             adapter = residency.known(digest)
             assert adapter is not None
             under_way = adapter.tier in (Tier.FETCHING, Tier.LOADING)

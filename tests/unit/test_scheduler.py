@@ -251,6 +251,21 @@ def test_a_draw_that_failed_ends_its_own_request() -> None:
     assert spared.text == spared.expected
 
 
+def test_what_a_draw_that_failed_was_computed_from_is_not_found_again() -> None:
+    engine = make_engine()
+    engine.submit((1, 1), [1] * 9, 9, salt=b"salt")
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    engine.scheduler.commit(plan, [replace(s, token=FAILED) for s in engine.device.run(plan)])
+    told = []
+    for i in (2, 3):
+        client = engine.submit((1, i), [1] * 9, 1, salt=b"salt")
+        engine.run_until_idle()
+        assert client.finished is not None
+        told.append(client.finished.cached_tokens)
+    assert told == [0, 8]
+
+
 def test_a_commit_that_does_not_match_the_plan_changes_nothing() -> None:
     engine = make_engine()
     client = engine.submit((1, 1), [1, 2], 3)

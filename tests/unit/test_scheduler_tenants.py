@@ -188,6 +188,19 @@ def test_a_deadline_is_for_the_begin_not_for_the_end() -> None:
     assert all(client.text == client.expected for client in clients)
 
 
+def test_who_waits_long_keeps_nobody_in_memory_who_is_done() -> None:
+    """Texts of requests that have ended, behind one that an adapter on a hanging disk holds up for an hour."""
+    engine = make_engine(needs={"A": 2})
+    held_up = engine.submit((1, 0), [1], 1, "A", max_wait_ms=3_600_000)
+    for i in range(1, 1000):
+        engine.submit((1, i), [1], 1, max_wait_ms=7_200_000)
+        while engine.clients[1, i].finished is None:
+            engine.step(load_speed=0)
+    assert len(engine.scheduler._deadlines) < 100
+    engine.run_until_idle()
+    assert held_up.text == held_up.expected
+
+
 def test_a_request_tells_how_long_it_waited_and_for_what() -> None:
     engine = make_engine(max_num_seqs=1)
     first = engine.submit((1, 1), [1], 10)
@@ -283,9 +296,57 @@ def test_a_pool_too_small_for_all_answers_is_not_thrashed() -> None:
     assert engine.scheduler.stats(0).preemptions < 30
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_counts_as_one(weight: float) -> None:
-    engine = make_engine()
-    client = engine.submit((1, 1), [1], 3, weight=weight)
+def test_once_answers_end_early_newcomers_need_not_leave_room_for_all_of_them() -> None:
+    """Preemptions made it cautious; whole answers make it bold again, and requests that are gone owe nothing."""
+    engine = make_engine(pages=34, needs={}, max_model_len=64)
+    for i in range(8):
+        engine.submit((1, i), [1 + i] * 4, 60)
+    while engine.scheduler.stats(0).preemptions < 4:
+        engine.step()
+    for i in range(8):
+        engine.scheduler.abort((1, i))
+    for i in range(300):
+        engine.submit((2, i), [1 + i % (VOCAB - 1)] * 4, 1)
+        engine.run_until_idle()
+    for i in range(8):
+        engine.submit((3, i), [1 + i] * 4, 60)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.stats(0).running == 8
     engine.run_until_idle()
-    assert client.text == client.expected
+
+
+def test_who_is_alone_has_all_pages_however_cautious_the_engine_is() -> None:
+    engine = make_engine(pages=16, needs={}, max_model_len=64)
+    for i in range(12):
+        engine.submit((1, i), [1 + i] * 5, 35)
+    while engine.scheduler.stats(0).preemptions < 4:
+        engine.step()
+    for i in range(12):
+        engine.scheduler.abort((1, i))
+    large = engine.submit((2, 1), [9] * 5, 59)
+    engine.run_until_idle()
+    assert large.text == large.expected
+
+
+def test_who_has_a_seat_takes_none_from_others() -> None:
+    engine = make_engine(max_num_seqs=4, max_model_len=300, pages=1000)
+    flood(engine, 1, 3, tokens=200)
+    first = engine.submit((2, 1), [2] * 5, 200, tenant=2)
+    engine.step()
+    second = engine.submit((2, 2), [2] * 5, 5, tenant=2)
+    while first.finished is None and second.finished is None:
+        engine.step()
+    assert engine.scheduler.stats(0).preemptions == 0
+    engine.run_until_idle()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 5e-324, 1e308])
+def test_a_weight_that_is_none_ends_no_engine(weight: float) -> None:
+    """A tenant's counter is a sum of quotients by its weight, and virtual time of quotients by the sum of weights."""
+    engine = make_engine()
+    for i in range(3):
+        engine.submit((1, i), [1], 3, "A", weight=weight, tenant=1)
+        engine.submit((2, i), [1], 3, "A", weight=1e-3, tenant=2)
+    engine.run_until_idle()
+    assert all(client.text == client.expected for client in engine.clients.values())

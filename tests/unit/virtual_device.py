@@ -6,12 +6,14 @@ token or a wrong adapter changes the text.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stencilpress.engine.plan import (
+    FAILED,
     PENDING,
     Chunk,
     DropOrder,
@@ -48,12 +50,13 @@ def expected_text(adapter: str | None, prompt: Sequence[int], max_tokens: int, s
 
 @dataclass
 class Device:
-    """Pool memory as the device sees it, and the adapters that it can use."""
+    """Pool memory as the device sees it, and the adapters that it can use. ``fails`` has one draw in fifty fail."""
 
     page_tokens: int
     memory: dict[Page, dict[int, tuple[str | None, int]] | str] = field(default_factory=dict)
     drawn: dict[RequestKey, int] = field(default_factory=dict)
     adapters: dict[str, tuple[Page, ...]] = field(default_factory=dict)
+    fails: random.Random | None = None
 
     def text(self, adapter: str | None, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
         """What a request must get."""
@@ -94,7 +97,8 @@ class Device:
                 assert len(history) - len(known) <= 1
                 assert chunk.draw.position == len(history) - chunk.draw.prompt_len
                 self.drawn[chunk.key] = next_token(adapter, history)
-                yield Sampled(chunk.key, self.drawn[chunk.key])
+                failed = self.fails is not None and self.fails.random() < 0.02
+                yield Sampled(chunk.key, FAILED if failed else self.drawn[chunk.key])
 
     def _write(self, adapter: str | None, chunk: Chunk) -> None:
         assert len(chunk.tokens) > 0
