@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stencilpress.engine.settings import EngineSettings
+from stencilpress.engine.settings import EngineSettings, SettingsError
 from stencilpress.engine.spec import ModelSpec, PageGeometry
 
 PATIENCE_STEPS = 256
@@ -35,7 +35,12 @@ class Limits:
 
 
 def derive_limits(settings: EngineSettings, spec: ModelSpec, geometry: PageGeometry) -> Limits:
-    """The context is the model's own unless ``max_model_len`` asks for less."""
+    """The context is the model's own unless ``max_model_len`` asks for less.
+
+    Raises :class:`SettingsError` where that leaves no room for a prompt and an answer.
+    """
+    if settings.max_model_len == 1:
+        raise SettingsError("STENCILPRESS_MAX_MODEL_LEN is 1: a prompt and its answer are two tokens at least")
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -12,7 +12,12 @@ from msgspec import Meta
 PREFIX = "STENCILPRESS_"
 
 Positive = Annotated[int, Meta(ge=1)]
-Default = Annotated[int, Meta(ge=0)]
+MOST_PLACES = 65_536
+"""Of requests or adapters in one step. Some tables have a place for each: far more would take the machine's memory."""
+MOST_TOKENS = 1 << 20
+MOST_BYTES = 1 << 50
+Places = Annotated[int, Meta(ge=0, le=MOST_PLACES)]
+Bytes = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 """0 stands for what suits the device."""
 
 DEVICE_DEFAULTS = {
@@ -61,24 +66,24 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     max_model_len: Annotated[int, Meta(ge=0)] = 0
     """Longest prompt plus answer in tokens; 0 takes the model's own context."""
-    max_num_seqs: Default = 0
+    max_num_seqs: Places = 0
     """Requests that run at once; 0 takes what suits the device (:data:`DEVICE_DEFAULTS`)."""
-    max_num_batched_tokens: Default = 0
+    max_num_batched_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] = 0
     """Tokens of one step; 0 likewise."""
     max_waiting: Positive = 1024
     """Requests that may wait; one more makes whoever has most waiting lose its last one, with `overloaded`."""
-    max_loras: Default = 0
+    max_loras: Places = 0
     """Distinct adapters in one step; 0 likewise."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 64
     max_cpu_loras: Positive = 256
     """Adapters whose images stay in host memory."""
-    max_cpu_lora_bytes: Annotated[int, Meta(ge=0)] = 0
+    max_cpu_lora_bytes: Bytes = 0
     """Bytes of host memory that they take at most; 0 sets no limit beside `max_cpu_loras`."""
-    adapter_pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    adapter_pool_bytes: Bytes = 0
     """Bytes of the pool that adapters may take; 0 leaves them and the KV cache to compete for all of it."""
     prefix_caching: bool = True
     """Keep keys and values of earlier prompts for requests of the same tenant and adapter that begin alike."""
-    pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    pool_bytes: Bytes = 0
     """Bytes of the unified pool; 0 takes a default that fits the device."""
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     """CPU threads of the forward; 0 takes all cores with passive waiting."""

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from stencilpress.engine.limits import derive_limits
 from stencilpress.engine.memory import CPU_POOL_BYTES, allocate_pool
-from stencilpress.engine.settings import EngineSettings, SettingsError, suit_device
+from stencilpress.engine.settings import EngineSettings, SettingsError, read_settings, suit_device
 from stencilpress.engine.spec import ModelSpec, Rope, page_geometry
 
 SPEC = ModelSpec(
@@ -41,3 +42,33 @@ def test_zeros_become_what_suits_the_device_and_nothing_else_changes() -> None:
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens, cpu.max_loras) == (7, 512, 16)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens, gpu.max_loras) == (256, 8192, 9)
     assert cpu == _settings(max_num_seqs=7, max_num_batched_tokens=512, max_loras=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_loras", 10**9),
+        ("max_loras", -1),
+        ("max_num_seqs", 10**15),
+        ("max_num_batched_tokens", 10**18),
+        ("max_waiting", 0),
+        ("max_cpu_loras", 0),
+        ("max_cpu_lora_bytes", 10**23),
+        ("adapter_pool_bytes", 10**23),
+        ("pool_bytes", 10**23),
+        ("max_lora_rank", 1000),
+        ("max_model_len", -1),
+    ],
+)
+def test_a_value_that_no_machine_can_serve_is_named_before_anything_is_allocated(name: str, value: int) -> None:
+    variable = f"STENCILPRESS_{name.upper()}"
+    given = {"STENCILPRESS_MODEL_DIR": "m", "STENCILPRESS_ADAPTERS_DIR": "a", variable: str(value)}
+    with pytest.raises(SettingsError, match=variable):
+        read_settings(EngineSettings, given)
+
+
+def test_a_context_of_one_token_is_refused_for_it_serves_nobody() -> None:
+    two = derive_limits(_settings(max_model_len=2), SPEC, GEOMETRY)
+    assert two.max_model_len == 2
+    with pytest.raises(SettingsError, match="STENCILPRESS_MAX_MODEL_LEN"):
+        derive_limits(_settings(max_model_len=1), SPEC, GEOMETRY)
