@@ -43,7 +43,9 @@ class Evictor:
             return False
         missing -= self._reclaim((self._room.adapters, self._room.cached), missing, tenant)
         self._evict_first(newer, missing)
-        self._reclaim((self._room.cached,), pages - self._pool.free, tenant)  # rather than wait for the step in flight
+        lacking = pages - self._pool.free
+        if lacking <= self._room.cached.size:  # rather than wait for the step in flight
+            self._reclaim((self._room.cached,), lacking, tenant)
         return self._pool.free >= pages
 
     def make_way(self, tenant: int) -> None:

@@ -229,6 +229,7 @@ class Residency:
         Returns the pages still held.
         """
         self._wishes.forget(digest)
+        self.faults.clear(digest)  # whoever enrols it anew has mended it
         adapter = self._adapters.get(digest)
         if adapter is not None or self._wishes.pins(digest):
             self._forgotten.add(digest)

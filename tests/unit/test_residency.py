@@ -177,6 +177,19 @@ def test_a_failed_fetch_pauses_longer_each_time_and_a_good_one_forgives() -> Non
     library.residency.evict_one()
 
 
+def test_what_could_not_be_read_is_tried_at_once_when_it_has_been_deleted_and_enrolled_anew() -> None:
+    library = Library()
+    library.residency.want("a", 1)
+    [fetch] = library.pump()
+    library.residency.completed(Fetched("a", 0, 0, "damaged"))
+    library.residency.unwant("a")
+    assert library.residency.failure("a") == "damaged"
+    library.residency.forget("a")
+    assert library.residency.failure("a") == ""
+    library.residency.want("a", 2)
+    assert library.pump() == [fetch]
+
+
 def test_a_failed_placement_gives_the_pages_back_and_reads_anew() -> None:
     library = Library()
     library.residency.want("a", 1)
