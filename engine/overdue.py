@@ -45,10 +45,16 @@ class Overdue:
             self.adapter = None
 
     def first(self, request: Request) -> bool:
-        """Whether a request goes before its tenant's others: it is of that adapter, or came before that adapter's first
-        and is of the base, which is never overdue since it needs no slot."""
+        """Whether a request goes before its tenant's others: it is of that adapter, or must not be passed by it.
+
+        That is one whose tenant has had no seat with its own adapter for even longer, though other tenants may have had
+        some; and one of the base that came earlier: the base is never overdue, since it needs no slot.
+        """
         if self.adapter is None or request.adapter == self.adapter:
             return self.adapter is not None
+        since = self._waiting.tenant_since
+        if since(request.adapter, request.tenant) < since(self.adapter, request.tenant):
+            return True
         head = self._waiting.head(self.adapter) if request.adapter is None else None
         return head is not None and request.urgency < head.urgency
 

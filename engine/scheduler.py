@@ -362,7 +362,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._counters.preemptions += 1
-        self._seats.leave(request)
+        self._turns.leave(request)
         request.move(State.PREEMPTED)
         self._wait(request)
 
@@ -394,7 +394,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason, code: str = "", message: str = "") -> None:
         if request.seated:
-            self._seats.leave(request)
+            self._turns.leave(request)
         self._leave_line(request)
         self._accounts.close(request.account)
         self._register.remove(request)

@@ -60,6 +60,11 @@ class Turns:
         self._overdue.seated(request.adapter)
         self._outsiders = None
 
+    def leave(self, request: Request) -> None:
+        """A request gives up its seat."""
+        self._seats.leave(request)
+        self._waiting.left(request, self.step)
+
     def next(self) -> Request | None:
         """The next request that may be seated now."""
         chosen = self._first()

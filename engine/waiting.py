@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
@@ -16,14 +17,16 @@ COMPACT_AT = 64
 class _Line:
     """The requests of one adapter, tenant by tenant.
 
-    ``since`` is the step at which the first of them came, or the last one left for a seat. The heap has each tenant's
+    ``since`` is the step at which the first of them came, or the last one left for a seat; ``sinces`` are those at
+    which each tenant's first one came, or the tenant had a seat with this adapter last. The heap has each tenant's
     first request under a counter that may have grown since, and some that are first no more.
     """
 
-    __slots__ = ("heap", "queues", "since")
+    __slots__ = ("heap", "queues", "since", "sinces")
 
     def __init__(self, since: int) -> None:
         self.since = since
+        self.sinces: dict[int, int] = {}
         self.queues: dict[int, list[Request]] = {}
         self.heap: list[tuple[float, tuple[int, int], int]] = []
 
@@ -70,6 +73,7 @@ class Waiting:
             line = self._lines[request.adapter] = _Line(step)
         self._accounts.wait(request)
         queue = line.queues.setdefault(request.account.tenant, [])
+        line.sinces.setdefault(request.account.tenant, step)
         insort(queue, request, key=_urgency)
         if queue[0] is request:
             line.file(request)
@@ -87,7 +91,7 @@ class Waiting:
         self._accounts.stop_waiting(request)
         self._size -= 1
         if not queue:
-            del line.queues[account.tenant]
+            del line.queues[account.tenant], line.sinces[account.tenant]
             if not line.queues:
                 del self._lines[request.adapter]
         elif place == 0:
@@ -97,8 +101,14 @@ class Waiting:
     def seat(self, request: Request, step: int) -> None:
         """Take a request out of its line for a seat."""
         line = self._lines[request.adapter] = self._lines.pop(request.adapter)
-        line.since = step
+        line.since = line.sinces[request.account.tenant] = step
         self.discard(request)
+
+    def left(self, request: Request, step: int) -> None:
+        """A request has left its seat: until now its tenant had one with this adapter."""
+        line = self._lines.get(request.adapter)
+        if line is not None and request.account.tenant in line.sinces:
+            line.sinces[request.account.tenant] = step
 
     def head(self, adapter: str | None) -> Request | None:
         """Whose turn it is in a line; None if nobody waits there."""
@@ -108,6 +118,12 @@ class Waiting:
     def since(self, adapter: str | None) -> int:
         """The step since which a line that is not empty has not had a seat."""
         return self._lines[adapter].since
+
+    def tenant_since(self, adapter: str | None, tenant: int) -> float:
+        """The step since which a tenant that waits in a line has had no seat with its adapter; infinite if it does not
+        wait there."""
+        line = self._lines.get(adapter)
+        return math.inf if line is None else line.sinces.get(tenant, math.inf)
 
     def stands_since(self, adapter: str | None, step: int) -> bool:
         """Whether a line is not empty and has not had a seat since that step or an earlier one."""

@@ -129,6 +129,28 @@ def test_the_base_does_not_starve_beside_its_tenants_adapter_that_is_always_over
     engine.run_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("slots", "seats", "own"), [(1, 1, "BC"), (1, 2, "BC"), (1, 4, "BCD"), (2, 1, "BC"), (2, 4, "BCD")]
+)
+def test_a_shared_adapter_does_not_starve_beside_its_tenants_own_that_are_always_overdue(
+    slots: int, seats: int, own: str
+) -> None:
+    """Another tenant uses it all the time, so that it is never overdue itself."""
+    engine = make_engine(needs=dict.fromkeys("ABCD", 1), max_num_seqs=seats, max_loras=slots, patience_steps=32)
+    patient = None
+    sent = 0
+    while patient is None or not patient.text:
+        for tenant, adapters in ((1, "A"), (2, own)):
+            while sum(key[0] == tenant for key in engine.live) < 4 * len(adapters):
+                sent += 1
+                engine.submit((tenant, sent), [1] * 12, 12, adapters[sent % len(adapters)], tenant=tenant)
+        if engine.steps == 100:
+            patient = engine.submit((3, 1), [1] * 12, 12, "A", tenant=2)
+        engine.step()
+        assert engine.steps < 100 + 24 * (4 * len(own) + 2), "as many of both as came before it, and two more"
+    engine.run_until_idle()
+
+
 @pytest.mark.parametrize("room", [{"pages": 300}, {"pages": 300, "adapter_pages": 11}, {"pages": 240}])
 @pytest.mark.parametrize("tenant", [0, 7])
 @pytest.mark.parametrize("patience", [5, 10_000])
