@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stencilpress.kernels.compile_ahead import only_compiling
+from stencilpress.kernels.triton_launch import multiprocessors
 
 _log = logging.getLogger(__name__)
 
@@ -24,12 +25,13 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class CudaKernel:
     """The function ``name`` of a source file, with macros defined as ``constants`` say. Its only parameter is a
-    structure; a program has ``threads`` threads."""
+    structure; a program has ``threads`` threads and, beside what the source declares, ``shared_bytes``."""
 
     source: Path
     name: str
     threads: int
     constants: tuple[tuple[str, int], ...] = ()
+    shared_bytes: int = 0
 
 
 def machine_code(kernel: CudaKernel, capability: tuple[int, int]) -> bytes:
@@ -73,7 +75,10 @@ def _function(kernel: CudaKernel, device: torch.device) -> Any:
         with torch.cuda.device(device):
             code = machine_code(kernel, torch.cuda.get_device_capability(device))
             module = _checked(driver.cuModuleLoadData(code))
-            return _checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
+            function = _checked(driver.cuModuleGetFunction(module, kernel.name.encode()))
+            most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, most_shared, kernel.shared_bytes))
+            return function
     except (ImportError, RuntimeError) as error:
         _log.warning("the CUDA kernel %s is not available, Triton serves: %s", kernel.name, error)
         return None
@@ -82,6 +87,19 @@ def _function(kernel: CudaKernel, device: torch.device) -> Any:
 def available(kernel: CudaKernel, device: torch.device) -> bool:
     """Whether it can be launched, which compiles it; the device must be a Hopper GPU or later."""
     return _function(kernel, device) is not None
+
+
+@cache
+def resident(kernel: CudaKernel, device: torch.device) -> int:
+    """How many programs of an :func:`available` kernel a device holds at once."""
+    from cuda.bindings import driver
+
+    function = _function(kernel, device)
+    with torch.cuda.device(device):
+        each = _checked(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, kernel.threads, kernel.shared_bytes)
+        )
+    return int(each) * multiprocessors(device)
 
 
 @cache
@@ -103,6 +121,7 @@ def launch(kernel: CudaKernel, programs: int, parameters: ctypes.Structure, devi
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+    config.sharedMemBytes = kernel.shared_bytes
     config.hStream = torch.cuda.current_stream(device).cuda_stream
     config.attrs, config.numAttrs = _attributes(), 1
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))

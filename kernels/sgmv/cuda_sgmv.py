@@ -1,7 +1,7 @@
 """The segmented product in CUDA C++, where that was measured faster than Triton (docs/decisions/0020).
 
 On Hopper and later, in bf16, with widths that are multiples of eight and rows that start at multiples of 16 bytes:
-``rows.cu`` for decodes of some dozens of rows, ``expand.cu`` for prompts of blocks of one item each.
+``rows.cu`` for decodes, ``expand.cu`` for prompts of blocks of one item each.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from pathlib import Path
 
 import torch
 
-from stencilpress.kernels.cuda_launch import CudaKernel, available, launch
+from stencilpress.kernels.cuda_launch import CudaKernel, available, launch, resident
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
 from stencilpress.kernels.triton_launch import dependent_launch, divide_up
 
-RUN, SLICES, MOST_PARTS = 1024, 16, 32
-"""Of ``rows.cu``: elements of a slice that a program takes, slices of an item, and parts of the inputs."""
-FEWEST_PROGRAMS, MOST_PROGRAMS, MOST_OF_SEVERAL, MOST_SHRINKS = 256, 1200, 1056, 792
-"""Few programs all start at once in either language; of many, it is the memory's bandwidth that all wait for. Several
-items a row wait for each other, too. So many shrinks are on an H200 together: others keep expands from starting."""
+RUN, SLICES, TILES_AT_ONCE = 1024, 16, 2
+"""Of ``rows.cu``: elements of a slice that a unit takes, slices of an item, and items' weights in shared memory."""
+FEWEST_OF_SEVERAL = 48
+"""Rows from which on there are enough to take several items of a row one after the other."""
 EXPAND_RUN, EXPAND_ROWS = 512, 64
 
 
@@ -46,7 +45,7 @@ class RowsParameters(ctypes.Structure):
     """``Rows`` of ``rows.cu``."""
 
     _fields_ = _fields(
-        "x y pool counts blocks items addresses entries sums delta",
+        "x y pool counts blocks items addresses entries sums",
         "entry max_items x_stride y_stride parts tiles",
     )
 
@@ -58,7 +57,13 @@ class ExpandParameters(ctypes.Structure):
 
 
 _HERE = Path(__file__).parent
-ROWS_KERNEL = CudaKernel(_HERE / "rows.cu", "rows", 128, (("PARAMETER_BYTES", ctypes.sizeof(RowsParameters)),))
+ROWS_KERNEL = CudaKernel(
+    _HERE / "rows.cu",
+    "rows",
+    128,
+    (("PARAMETER_BYTES", ctypes.sizeof(RowsParameters)),),
+    shared_bytes=TILES_AT_ONCE * SLICES * RUN * 2,
+)
 
 
 def _expand_kernel(ranks: int, depth: int) -> CudaKernel:
@@ -71,15 +76,11 @@ EXPAND_KERNELS = {16: _expand_kernel(16, depth=4), 64: _expand_kernel(64, depth=
 
 
 @cache
-def rows_suit(shape: GroupShape, tile: Tile, blocks: int, items: int) -> bool:
-    """Whether ``rows.cu`` serves a work list of such capacity best. Measured us, Triton and CUDA, rank 16: output
-    projection of 64 rows 5.8 and 5.4, q, k and v 12.9 and 11.7; but gate and up of 32 rows, where most programs wait,
-    10.9 and 12.0, down of 64 rows (896 shrinks) 11.4 and 12.7, and 256 rows 18.4 and 19.0."""
-    parts, tiles = _parts(shape), _tiles(shape, RUN)
-    shrinks, expands = items * len(shape.out_features) * parts, items * tiles
-    most = MOST_PROGRAMS if items <= blocks else MOST_OF_SEVERAL
-    quick = FEWEST_PROGRAMS <= shrinks + expands <= most and shrinks <= MOST_SHRINKS and expands <= 2 * shrinks
-    return tile == (1, SLICES) and parts <= MOST_PARTS and quick and items <= 4 * blocks
+def rows_suit(tile: Tile, blocks: int, items: int) -> bool:
+    """Whether ``rows.cu`` serves a work list of such capacity best. Measured us, Triton and CUDA, q, k and v of ranks
+    8 to 64: 64 rows 21.0 and 18.3, 256 rows 80.2 and 69.4. It takes a block's items one after the other: for 16 rows
+    7.9 and 9.1, and with ranks of 128 and 256 28.9 and 38.2 (output projection, 32 rows)."""
+    return tile == (1, SLICES) and (items <= blocks or (blocks >= FEWEST_OF_SEVERAL and items <= 4 * blocks))
 
 
 @cache
@@ -90,7 +91,7 @@ def expand_suits(tile: Tile, blocks: int, items: int) -> bool:
 
 def rows_serve(y_TO: torch.Tensor, x_TD: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
     """Whether :func:`rows` computes this product."""
-    suits = rows_suit(shape, work.tile, work.blocks_B4.shape[0], work.max_items)
+    suits = rows_suit(work.tile, work.blocks_B4.shape[0], work.max_items)
     return suits and _fits(y_TO, shape) and _fits(x_TD, shape) and available(ROWS_KERNEL, y_TO.device)
 
 
@@ -124,14 +125,13 @@ def rows(
 ) -> None:
     """``triton_sgmv.sgmv`` for blocks of one row, where :func:`rows_serve`."""
     parts, tiles = _parts(shape), _tiles(shape, RUN)
-    words = work.max_items * tiles * parts * SLICES
-    mail = work.mailboxes.words(words + work.max_items * y_TO.shape[1])
+    mail = work.mailboxes.words(work.max_items * tiles * parts * SLICES)
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    tensors = (x_TD, y_TO, pool, *lists, mail, mail[words:])
+    tensors = (x_TD, y_TO, pool, *lists, mail)
     numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0), parts, tiles)
     parameters = RowsParameters(*(t.data_ptr() for t in tensors), *numbers, _Group.of(shape))
-    programs = work.max_items * (len(shape.out_features) * parts + tiles)
-    launch(ROWS_KERNEL, programs, parameters, y_TO.device)
+    units = work.max_items * (len(shape.out_features) * parts + tiles)
+    launch(ROWS_KERNEL, min(units, resident(ROWS_KERNEL, y_TO.device)), parameters, y_TO.device)
 
 
 def expand(

@@ -1,21 +1,23 @@
 // The segmented product for blocks of one row each, in bf16, on Hopper and later: what triton_rows.py computes.
 //
-// Of a launch the first programs shrink: each takes RUN inputs of one item and projection. The others expand: each takes
-// RUN outputs. Either's weights, a run of each of SLICES slices, come to shared memory by the copy engine, so that more
-// are on their way than registers would hold, and are multiplied on tensor cores.
+// The work is cut into units: a shrink takes RUN inputs of one item and projection, an expand RUN outputs of a block, one
+// item after the other. There are as many programs as the device holds at once; each takes every so manyth unit. While it
+// multiplies one item's weights, the next one's come to shared memory by the copy engine, and so do the rows and sums that
+// it needs: a program that waits asks for nothing meanwhile, and only bytes on their way keep the memory busy. Items that
+// a list has room for cost nothing.
 //
 // Sums travel in mailboxes: a word is EMPTY until its sum is stored there, and its only reader empties it again. So
 // nothing is counted, nothing fenced, and the sums need no second trip. A shrink's sums go to every expand of its
-// projection; those of a block's further items go to the expand of its first, lane by lane, which adds them in order.
+// projection, which adds them in an order of their own: no sum depends on timing.
 //
-// Waiting inside a launch is safe because programs start in the order of their numbers, and each waits only for programs
-// of lower numbers: expands for shrinks, first items for further ones (items are taken from the last to the first).
+// Waiting inside a launch is safe because all programs are there at once, each takes its units in the order of their
+// numbers, and only expands wait, for shrinks, whose numbers are lower.
 
 #include "common.cuh"
 
-constexpr int SLICES = 16, RUN = 1024, WARPS = 4, OF_WARP = RUN / WARPS;
-constexpr int PITCH = RUN + 8;  // elements from slice to slice: eight more put eight rows of a matrix in different banks
-constexpr int MOST_PARTS = 32;
+constexpr int SLICES = 16, WARPS = 4, THREADS = WARPS * LANES, OF_THREAD = 8, RUN = THREADS * OF_THREAD;
+constexpr int TILE = SLICES * RUN;  // elements of a unit's weights: of each slice a run
+constexpr int AT_ONCE = 8;          // slices whose weights a thread has in registers
 constexpr u32 EMPTY = 0xffffffffu, NAN_BITS = 0x7fffffffu;  // a NaN that arithmetic never gives, and the one it gives
 
 struct Rows {
@@ -26,13 +28,14 @@ struct Rows {
     const int4 *blocks, *items;
     const long long *addresses;
     const int4 *entries;
-    u32 *sums, *delta;  // mailboxes: (items, tiles, parts, SLICES), (items, columns of y)
+    u32 *sums;  // mailboxes: (items, tiles, parts, SLICES)
     int entry, max_items, x_stride, y_stride, parts, tiles;
     Group group;
 };
 static_assert(sizeof(Rows) == PARAMETER_BYTES, "the caller has another structure");
 
-// One program's share: `nth` is its part of the inputs or its tile of projection p's outputs.
+// `nth` is the unit's part of the inputs or its tile of projection p's outputs; `item` is the shrink's item or, of an
+// expand, the first of its block.
 struct Unit {
     bool shrink;
     int item, p, nth, first_tile, start, width;
@@ -40,13 +43,13 @@ struct Unit {
 
 __device__ __forceinline__ int tiles_of(int width) { return (width + RUN - 1) / RUN; }
 
-__device__ __forceinline__ Unit unit_of(const Rows &a, int number) {
+__device__ __forceinline__ Unit unit_of(const Rows &a, int number, int2 counts) {
     Unit u;
-    int of_item = a.group.projections * a.parts, shrinks = a.max_items * of_item;
+    int of_item = a.group.projections * a.parts, shrinks = counts.y * of_item, last = counts.y - 1;
     u.shrink = number < shrinks;
-    if (!u.shrink) number -= shrinks, of_item = a.tiles;
+    if (!u.shrink) number -= shrinks, of_item = a.tiles, last = counts.x - 1;
     int back = number / of_item, rest = number - back * of_item;
-    u.item = a.max_items - 1 - back;
+    u.item = last - back;
     int second = tiles_of(a.group.widths[0]), third = second + tiles_of(a.group.widths[1]);
     u.p = u.shrink ? rest / a.parts : (rest >= second) + (rest >= third && a.group.widths[2]);
     u.first_tile = u.p == 0 ? 0 : u.p == 1 ? second : third;
@@ -58,13 +61,12 @@ __device__ __forceinline__ Unit unit_of(const Rows &a, int number) {
 
 __device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
 
-__device__ __forceinline__ void wait_landed(u32 barrier) {
+__device__ __forceinline__ void wait_landed(u32 barrier, int turn) {
     u32 done;
     do asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(barrier) : "memory");
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(turn) : "memory");
     while (!done);
-    __syncwarp();
 }
 
 __device__ __forceinline__ uint4 look(const u32 *at) {
@@ -88,206 +90,241 @@ __device__ __forceinline__ void send(u32 *at, const float *four) {
                  "r"(letter(four[1])), "r"(letter(four[2])), "r"(letter(four[3])) : "memory");
 }
 
-template <bool TRANSPOSED>
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 at) {
-    if (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+// An item of a unit, what the tables say of it, and what it multiplies or adds to, which is asked for before its turn.
+struct Task {
+    int number;  // of the unit
+    Unit u;
+    bool there;
+    int item, nth_item;
+    int2 block;         // of an expand: items, and where the second one is
+    long long address;  // of slice `lane`; -1 where there is none
+    int4 entry;
+    int of_row;
+    uint4 row;   // the thread's eight of x, or of y for the last item of a block
+    uint4 sums;  // of the first warp's threads: four of the first that an expand waits for
+
+    __device__ __forceinline__ bool adapted() const { return there && (entry.x >> u.p & 1); }
+    __device__ __forceinline__ bool last() const { return u.shrink || nth_item + 1 == block.x; }
+};
+
+__device__ __forceinline__ void look_up_item(const Rows &a, Task &t, int lane) {
+    long long place = (long long)a.entry * a.max_items + t.item;
+    t.address = -1;
+    if (lane < SLICES) t.address = a.addresses[place * SLICES + lane];
+    t.entry = a.entries[place], t.of_row = a.items[t.item].x;
 }
 
-// The first warp asks for the tile, a slice a lane; `address` is of slice `lane`, -1 where there is none. Where no weights
-// come there are zeros: each warp's in its own columns, which no other warp reads.
-__device__ __forceinline__ void bring(const Rows &a, const Unit &u, long long address, u32 slices, int mask, u16 *tile,
-                                      u32 barrier, int warp, int lane) {
-    int run = min(RUN, u.width - u.start);
-    if (warp == 0) {
-        u32 bytes = run * 2;
-        if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                         "r"(bytes * __popc(slices)) : "memory");
-        __syncwarp();
-        int start = u.start + (u.shrink ? start_of_A(a.group, mask, u.p) : start_of_B(a.group, mask, u.p));
-        if (address >= 0)
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                ::"r"(shared(tile) + lane * PITCH * 2), "l"(a.pool + address + start), "r"(bytes), "r"(barrier),
-                "l"(read_once()) : "memory");
-    }
-    if (slices == (1u << SLICES) - 1 && run == RUN) return;
-    for (int n = lane; n < SLICES * OF_WARP / 8; n += LANES) {
-        int slice = n / (OF_WARP / 8), i = warp * OF_WARP + n % (OF_WARP / 8) * 8;
-        if (!(slices >> slice & 1) || i >= run) *(uint4 *)(tile + slice * PITCH + i) = make_uint4(0, 0, 0, 0);
-    }
+__device__ __forceinline__ Task look_up(const Rows &a, int number, int2 counts, int units, int lane) {
+    Task t;
+    t.number = number, t.there = number < units;
+    if (!t.there) return t;
+    t.u = unit_of(a, number, counts);
+    t.item = t.u.item, t.nth_item = 0;
+    if (!t.u.shrink) t.block = *(const int2 *)&a.blocks[t.item].z;
+    look_up_item(a, t, lane);
+    return t;
 }
 
-__device__ __forceinline__ void shrink(const Rows &a, const Unit &u, int row, const u16 *tile, u16 *x,
-                                       float (*by_warp)[SLICES], u32 barrier, int warp, int lane) {
-    wait_for_predecessor();
-    int own = warp * OF_WARP + lane * 8, i = u.start + own;
-    *(uint4 *)(x + own) = load_eight(a.x + (long long)row * a.x_stride + i, i < u.width);
-    wait_landed(barrier);
-    // x is column 0 of b; four sums at once, as each waits for the one before
-    float sums[4][4] = {};
-    u32 from = shared(tile + lane % 16 * PITCH + warp * OF_WARP + lane / 16 * 8);
-    const u32 *pairs = (const u32 *)(x + warp * OF_WARP) + lane % 4;
+// What comes after a task: the block's next item, or the first of the program's next unit.
+__device__ __forceinline__ Task follow(const Rows &a, const Task &past, int2 counts, int units, int lane) {
+    if (!past.there || past.last()) return look_up(a, past.number + gridDim.x, counts, units, lane);
+    Task t = past;
+    t.item = past.block.y + past.nth_item, t.nth_item = past.nth_item + 1;
+    look_up_item(a, t, lane);
+    return t;
+}
+
+__device__ __forceinline__ u32 slices_of(const Task &t) { return __ballot_sync(~0u, t.address >= 0); }
+
+// The weights: each warp asks for those of some slices, a slice a lane.
+__device__ __forceinline__ void bring(const Rows &a, const Task &t, u16 *tile, u32 barrier, int warp, int lane) {
+    u32 bytes = min(RUN, t.u.width - t.u.start) * 2, slices = slices_of(t);
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                     "r"(bytes * __popc(slices)) : "memory");
+    int mask = t.entry.x;
+    int start = t.u.start + (t.u.shrink ? start_of_A(a.group, mask, t.u.p) : start_of_B(a.group, mask, t.u.p));
+    if (lane / (SLICES / WARPS) == warp && t.address >= 0)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+            ::"r"(shared(tile + lane * RUN)), "l"(a.pool + t.address + start), "r"(bytes), "r"(barrier),
+            "l"(read_once()) : "memory");
+}
+
+__device__ __forceinline__ u32 *sums_for(const Rows &a, const Unit &u, int item) {
+    return a.sums + ((long long)item * a.tiles + u.first_tile + u.nth) * a.parts * SLICES;
+}
+
+// What predecessors wrote, and sums, which may not have come yet.
+__device__ __forceinline__ void ask(const Rows &a, Task &t) {
+    int i = t.u.start + threadIdx.x * OF_THREAD;
+    bool inside = i < t.u.width;
+    if (t.u.shrink) {
+        t.row = load_eight(a.x + (long long)t.of_row * a.x_stride + i, inside);
+        return;
+    }
+    if (t.last()) t.row = load_eight(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + i, inside);
+    if (threadIdx.x < LANES && threadIdx.x * 4 < a.parts * SLICES)
+        t.sums = look(sums_for(a, t.u, t.item) + threadIdx.x * 4);
+}
+
+__device__ __forceinline__ void floats(float (&f)[OF_THREAD], uint4 v) {
+    f[0] = low_float(v.x), f[1] = high_float(v.x), f[2] = low_float(v.y), f[3] = high_float(v.y);
+    f[4] = low_float(v.z), f[5] = high_float(v.z), f[6] = low_float(v.w), f[7] = high_float(v.w);
+}
+
+template <int HALF>
+__device__ __forceinline__ void halve(float (&sums)[SLICES], int lane) {
+    bool upper = lane & 2 * HALF;
 #pragma unroll
-    for (int s = 0; s < OF_WARP / 16; s++) {
-        u32 weights[4], low = pairs[s * 8], high = pairs[s * 8 + 4];
-        load_matrices<false>(weights, from + s * 32);
-        multiply(sums[s % 4], weights, lane < 4 ? low : 0, lane < 4 ? high : 0);
+    for (int s = 0; s < HALF; s++) {
+        float give = upper ? sums[s] : sums[s + HALF], keep = upper ? sums[s + HALF] : sums[s];
+        sums[s] = keep + __shfl_xor_sync(~0u, give, 2 * HALF);
     }
-    if (lane % 4 == 0) {
-        by_warp[warp][lane / 4] = (sums[0][0] + sums[1][0]) + (sums[2][0] + sums[3][0]);
-        by_warp[warp][lane / 4 + 8] = (sums[0][2] + sums[1][2]) + (sums[2][2] + sums[3][2]);
+}
+
+// Lanes 2 s and 2 s + 1 get the sum of all lanes' sums[s].
+__device__ __forceinline__ float sum_of_lanes(float (&sums)[SLICES], int lane) {
+    halve<8>(sums, lane), halve<4>(sums, lane), halve<2>(sums, lane), halve<1>(sums, lane);
+    return sums[0] + __shfl_xor_sync(~0u, sums[0], 1);
+}
+
+__device__ __forceinline__ void shrink(const Rows &a, const Task &t, const u16 *tile, float (*by_warp)[SLICES], int warp,
+                                       int lane) {
+    int own = threadIdx.x * OF_THREAD;
+    bool inside = t.u.start + own < t.u.width;
+    u32 slices = slices_of(t);
+    float x[OF_THREAD], sums[SLICES] = {};
+    floats(x, t.row);
+#pragma unroll
+    for (int first = 0; first < SLICES; first += AT_ONCE) {
+        if (!(slices >> first & ((1 << AT_ONCE) - 1))) break;
+#pragma unroll
+        for (int s = first; s < first + AT_ONCE; s++) {
+            float w[OF_THREAD];
+            floats(w, *(const uint4 *)(tile + s * RUN + own));
+            float even = x[0] * w[0], odd = x[1] * w[1];
+#pragma unroll
+            for (int n = 2; n < OF_THREAD; n += 2) even = fmaf(x[n], w[n], even), odd = fmaf(x[n + 1], w[n + 1], odd);
+            sums[s] = inside && slices >> s & 1 ? even + odd : 0;
+        }
     }
+    float sum = sum_of_lanes(sums, lane);
+    if (lane % 2 == 0) by_warp[warp][lane / 2] = sum;
     __syncthreads();
-    int readers = tiles_of(width_of(a.group, u.p));
-    for (int n = warp * LANES + lane; n < readers * 4; n += WARPS * LANES) {
-        int r = n % 4 * 4, tile_of_item = u.first_tile + n / 4;
+    int readers = tiles_of(width_of(a.group, t.u.p));
+    for (int n = threadIdx.x; n < readers * 4; n += THREADS) {
+        int r = n % 4 * 4, tile_of_item = t.u.first_tile + n / 4;
         float four[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
             four[i] = (by_warp[0][r + i] + by_warp[1][r + i]) + (by_warp[2][r + i] + by_warp[3][r + i]);
-        send(a.sums + (((long long)u.item * a.tiles + tile_of_item) * a.parts + u.nth) * SLICES + r, four);
+        send(a.sums + (((long long)t.item * a.tiles + tile_of_item) * a.parts + t.u.nth) * SLICES + r, four);
     }
 }
 
-// Take the sums of all parts out of the mailboxes, and turn them into b: where column g is even, their upper bits.
-__device__ __forceinline__ void receive(const Rows &a, const Unit &u, float scale, u32 slices, float *parts, u32 (&h)[2],
-                                        int warp, int lane) {
-    u32 *from = a.sums + ((long long)u.item * a.tiles + u.first_tile + u.nth) * a.parts * SLICES;
-    for (int n = (warp * LANES + lane) * 4; n < a.parts * SLICES; n += WARPS * LANES * 4) {
-        uint4 four;
-        do four = look(from + n);
-        while (!arrived(four));
+// The first warp takes the sums of all parts out of the mailboxes: lane 4 k + q those of slices 4 q to 4 q + 3, of part k
+// and of every eighth after it.
+__device__ __forceinline__ void receive(const Rows &a, const Task &t, float *h, int lane) {
+    u32 *from = sums_for(a, t.u, t.item), slices = slices_of(t);
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int n = lane * 4; n < a.parts * SLICES; n += LANES * 4) {
+        uint4 four = t.sums;
+        if (n >= LANES * 4) four = look(from + n);
+        while (!arrived(four)) four = look(from + n);
         empty(from + n);
-        *(uint4 *)(parts + n) = four;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        int r = half * 8 + lane % 4 * 2;
-        const float *at = parts + r;
-        float low = 0, high = 0;
-        for (int k = 0; k < a.parts; k++) low += at[k * SLICES], high += at[k * SLICES + 1];
-        low = slices >> r & 1 ? low * scale : 0, high = slices >> (r + 1) & 1 ? high * scale : 0;
-        u32 upper = round_pair(low, high);
-        h[half] = lane / 4 % 2 == 0 ? upper : round_rest(low, high, upper);
-    }
-}
-
-// Eight outputs a lane, side by side: those of the lane's place among the warp's.
-__device__ __forceinline__ void products(u16 *tile, const u32 (&h)[2], float (&sum)[8], int warp, int lane) {
-    float low[4], high[4];
-    u32 at = shared(tile + (lane / 16 * 8 + lane % 8) * PITCH + warp * OF_WARP + lane / 8 % 2 * 8);
-#pragma unroll
-    for (int s = 0; s < OF_WARP / 16; s++) {
-        u32 weights[4];
-        float both[4] = {};
-        load_matrices<true>(weights, at + s * 32);
-        multiply(both, weights, h[0], h[1]);
-        if (s % 4 == lane % 4) low[s / 4] = both[0] + both[1], high[s / 4] = both[2] + both[3];
+        sum.x += __uint_as_float(four.x), sum.y += __uint_as_float(four.y);
+        sum.z += __uint_as_float(four.z), sum.w += __uint_as_float(four.w);
     }
     __syncwarp();
-    // the warp's columns of two slices, read by now, hold its sums
-    float *first = (float *)(tile + warp * OF_WARP), *second = first + PITCH / 2;
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-        float *to = (n < 2 ? first : second) + n % 2 * 64 + lane % 4 * 16 + lane / 4;
-        to[0] = low[n], to[8] = high[n];
+    for (int bit = 4; bit < LANES; bit *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, bit), sum.y += __shfl_xor_sync(~0u, sum.y, bit);
+        sum.z += __shfl_xor_sync(~0u, sum.z, bit), sum.w += __shfl_xor_sync(~0u, sum.w, bit);
     }
-    __syncwarp();
-    const float4 *own = (const float4 *)((lane < 16 ? first : second) + lane % 16 * 8);
-    *(float4 *)sum = own[0], *(float4 *)(sum + 4) = own[1];
+    if (lane >= 4) return;
+    float scale = scale_of(t.entry, t.u.p);
+    u32 own = slices >> lane * 4;
+    *(float4 *)(h + lane * 4) = make_float4(own & 1 ? sum.x * scale : 0, own & 2 ? sum.y * scale : 0,
+                                            own & 4 ? sum.z * scale : 0, own & 8 ? sum.w * scale : 0);
 }
 
-__device__ __forceinline__ void add(float *sum, uint4 four) {
-    sum[0] += __uint_as_float(four.x), sum[1] += __uint_as_float(four.y);
-    sum[2] += __uint_as_float(four.z), sum[3] += __uint_as_float(four.w);
-}
-
-// Eight sums of each of `count` mailboxes, which are empty then; three of them on their way together.
-__device__ __forceinline__ void add_letters(float (&sum)[8], u32 *from, int pitch, int count) {
-    for (int past = 0; past < count; past += 3) {
-        uint4 low[3], high[3];
-        bool all;
-        do {
-            all = true;
+// Eight outputs a thread: the share of one item comes to `sum`, that of the last one with them to y.
+__device__ __forceinline__ void expand(const Rows &a, const Task &t, const u16 *tile, const float *h,
+                                       float (&sum)[OF_THREAD]) {
+    int own = threadIdx.x * OF_THREAD, o = t.u.start + own;
+    u32 slices = slices_of(t);
+    if (t.nth_item == 0) {
 #pragma unroll
-            for (int n = 0; n < 3; n++)
-                if (past + n < count) low[n] = look(from + n * pitch), high[n] = look(from + n * pitch + 4);
-#pragma unroll
-            for (int n = 0; n < 3; n++)
-                if (past + n < count) all &= arrived(low[n]) && arrived(high[n]);
-        } while (!all);
-#pragma unroll
-        for (int n = 0; n < 3; n++)
-            if (past + n < count) {
-                empty(from + n * pitch), empty(from + n * pitch + 4);
-                add(sum, low[n]), add(sum + 4, high[n]);
-            }
-        from += 3 * pitch;
+        for (int n = 0; n < OF_THREAD; n++) sum[n] = 0;
     }
-}
-
-__device__ __forceinline__ void expand(const Rows &a, const Unit &u, int row, int of_block, float scale, u32 slices,
-                                       u16 *tile, float *parts, u32 barrier, int warp, int lane) {
-    bool first = u.item < a.counts->x;
-    int4 block = a.blocks[first ? u.item : of_block];
-    int o = u.start + warp * OF_WARP + lane * 8, columns = a.group.widths[0] + a.group.widths[1] + a.group.widths[2];
-    int column = column_of(a.group, u.p) + o;
-    bool inside = o < u.width;
-    u16 *y = a.y + (long long)row * a.y_stride + column;
-    wait_for_predecessor();
-    uint4 old = load_eight(y, first && inside);
-    u32 h[2];
-    receive(a, u, scale, slices, parts, h, warp, lane);
-    wait_landed(barrier);
-    float sum[8];
-    products(tile, h, sum, warp, lane);
-    if (!inside) return;
-    if (!first) {
-        u32 *to = a.delta + (long long)u.item * columns + column;
-        send(to, sum), send(to + 4, sum + 4);
-        return;
+    if (o >= t.u.width) return;
+#pragma unroll
+    for (int first = 0; first < SLICES; first += AT_ONCE) {
+        if (!(slices >> first & ((1 << AT_ONCE) - 1))) break;
+#pragma unroll
+        for (int s = first; s < first + AT_ONCE; s++) {
+            uint4 weights = *(const uint4 *)(tile + s * RUN + own);
+            if (!(slices >> s & 1)) weights = make_uint4(0, 0, 0, 0);
+            float w[OF_THREAD], factor = h[s];
+            floats(w, weights);
+#pragma unroll
+            for (int n = 0; n < OF_THREAD; n++) sum[n] = fmaf(factor, w[n], sum[n]);
+        }
     }
-    add_letters(sum, a.delta + (long long)block.w * columns + column, columns, block.z - 1);
-    *(uint4 *)y = make_uint4(round_pair(low_float(old.x) + sum[0], high_float(old.x) + sum[1]),
-                             round_pair(low_float(old.y) + sum[2], high_float(old.y) + sum[3]),
-                             round_pair(low_float(old.z) + sum[4], high_float(old.z) + sum[5]),
-                             round_pair(low_float(old.w) + sum[6], high_float(old.w) + sum[7]));
+    if (!t.last()) return;
+    uint4 old = t.row;
+    *(uint4 *)(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + o) =
+        make_uint4(round_pair(low_float(old.x) + sum[0], high_float(old.x) + sum[1]),
+                   round_pair(low_float(old.y) + sum[2], high_float(old.y) + sum[3]),
+                   round_pair(low_float(old.z) + sum[4], high_float(old.z) + sum[5]),
+                   round_pair(low_float(old.w) + sum[6], high_float(old.w) + sum[7]));
 }
 
-// Six programs a multiprocessor: as many as its shared memory holds.
-extern "C" __global__ void __launch_bounds__(WARPS *LANES, 6) rows(const __grid_constant__ Rows a) {
-    __shared__ alignas(128) u16 tile[SLICES * PITCH];
-    __shared__ alignas(16) float parts[MOST_PARTS * SLICES];  // of an expand's sums; of a shrink its run of x
+extern __shared__ __align__(128) u16 tiles[];  // two
+
+// Three programs a multiprocessor: as many as its shared memory holds.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_constant__ Rows a) {
     __shared__ float by_warp[WARPS][SLICES];
-    __shared__ u64 landed;
-    launch_dependents();
+    __shared__ alignas(16) float h[SLICES];
+    __shared__ u64 landed[2];
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    Unit u = unit_of(a, blockIdx.x);
-    long long place = (long long)a.entry * a.max_items + u.item;
-    long long address = lane < SLICES ? a.addresses[place * SLICES + lane] : -1;
-    int4 entry = a.entries[place], item = a.items[u.item];
-    int live = a.counts->y;
-    u32 barrier = shared(&landed);
+    int2 counts = *a.counts;
+    int units = counts.y * a.group.projections * a.parts + counts.x * a.tiles;
+    launch_dependents();
     if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+        for (int n = 0; n < 2; n++)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(landed + n)) : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (u.item >= live || !(entry.x >> u.p & 1)) {
-        wait_for_predecessor();
-        return;
+    Task next = look_up(a, blockIdx.x, counts, units, lane);
+    if (next.adapted()) bring(a, next, tiles, shared(landed), warp, lane);
+    Task after = follow(a, next, counts, units, lane);
+    wait_for_predecessor();
+    if (next.adapted()) ask(a, next);
+    u32 turns = 0;  // a bit for each tile: which turn of its barrier comes next
+    float sum[OF_THREAD];
+    for (int n = 0; next.there; n ^= 1) {
+        Task now = next;
+        next = after;
+        if (next.adapted()) {
+            bring(a, next, tiles + (n ^ 1) * TILE, shared(landed + (n ^ 1)), warp, lane);
+            ask(a, next);
+        }
+        after = follow(a, next, counts, units, lane);
+        if (now.adapted()) {
+            if (!now.u.shrink) {
+                if (warp == 0) receive(a, now, h, lane);
+                __syncthreads();
+            }
+            wait_landed(shared(landed + n), turns >> n & 1);
+            turns ^= 1 << n;
+            if (now.u.shrink)
+                shrink(a, now, tiles + n * TILE, by_warp, warp, lane);
+            else
+                expand(a, now, tiles + n * TILE, h, sum);
+        }
+        __syncthreads();  // the tile, h and by_warp are free
     }
-    u32 slices = __ballot_sync(~0u, address >= 0);
-    bring(a, u, address, slices, entry.x, tile, barrier, warp, lane);
-    if (u.shrink)
-        shrink(a, u, item.x, tile, (u16 *)parts, by_warp, barrier, warp, lane);
-    else
-        expand(a, u, item.x, item.w, scale_of(entry, u.p), slices, tile, parts, barrier, warp, lane);
 }

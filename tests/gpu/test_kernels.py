@@ -74,19 +74,20 @@ hopper_only = pytest.mark.skipif(
 @hopper_only
 @pytest.mark.parametrize("shape", [Shape(4096, (4096, 1024, 1024)), Shape(14336, (4096,)), Shape(4104, (2056, 72))])
 def test_decodes_in_cuda(shape: Shape) -> None:
-    """Ragged ends, ranks that fill no item, projections left alone, slots that hold no row, a list that is not full."""
+    """Ragged ends, ranks that fill no item, projections left alone, slots that hold no row, a list that is not full;
+    more units than programs."""
     builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=6, device="cuda")
     masks = {3: (7, 5, 2), 2: (3, 2), 1: (1,)}[len(shape.outputs)]
     adapters = [builder.add([rank], [masks[i % len(masks)]]) for i, rank in enumerate((1, 8, 16, 24, 40, 64))]
-    rows: Rows = [(0, 2, None), *((2 + i, 1, adapters[i % 6]) for i in range(24)), (26, 1, None)]
+    rows: Rows = [(0, 2, None), *((2 + i, 1, adapters[i % 6]) for i in range(150)), (152, 1, None)]
     plan = plan_work(_segments(rows), Tile(1, 16))
     group = GroupShape(shape.inputs, shape.outputs)
     work = SgmvWork.allocate(plan.tile, len(plan.blocks_B4) + 1, len(plan.items_W4) + 3, 1, torch.device("cuda"))
     work.load(plan)
     resolve(work, builder.pool)
     cut = choose_sgmv_cut(group, work.tile, work.blocks_B4.shape[0], work.max_items)
-    x = torch.randn(27, shape.inputs, device="cuda").bfloat16()
-    y = torch.randn(27, sum(shape.outputs), device="cuda").bfloat16()
+    x = torch.randn(153, shape.inputs, device="cuda").bfloat16()
+    y = torch.randn(153, sum(shape.outputs), device="cuda").bfloat16()
     assert cuda_sgmv.rows_serve(y, x, work, group)
     want, again, triton_y = expected(y, x, rows, 0, shape), y.clone(), y.clone()
     sgmv(y, x, builder.pool, work, 0, group)
