@@ -32,6 +32,7 @@ from stencilpress.engine.model.triton_llama import (
 )
 from stencilpress.kernels.attention.triton_decode import choose_splits
 from stencilpress.kernels.compile_ahead import compiling_only
+from stencilpress.kernels.sgmv.cuda_sgmv import room_is_free
 from stencilpress.kernels.sgmv.triton_work import (
     CROWD,
     FEW_ROWS,
@@ -125,6 +126,7 @@ class DecodeGraphs:
         self.logits_BV = torch.zeros(largest, decoder.spec.vocab_size, dtype=decoder.pool.dtype, device=device)
         self._tables_BP = torch.zeros(largest, max_pages, dtype=torch.int32, device=device)
         self._factors = item_factors(max_rank, RANKS)
+        self._single_factors = {size: self._factors_of_single_rows(size) for size in self._sizes}
         scratch = Adapting(1, 1, self._factors[-1], ALL_GROUPS)
         self._scratch = SgmvWork.allocate(
             scratch.tile, scratch.blocks(largest), scratch.items(largest), decoder.entries, device
@@ -173,16 +175,18 @@ class DecodeGraphs:
         """Without adapters, with ones of one item a row at any length, and of more at short lengths."""
         for reach in self._reaches(size):
             yield self._variant(size, reach, None)
-            factors = self._factors if reach <= REACHES[0] else self._factors[:1]
-            for factor, groups in product(factors, (ATTENTION_GROUPS, ALL_GROUPS)):
+            factors = self._single_factors[size]
+            for factor, groups in product(
+                factors if reach <= REACHES[0] else factors[:1], (ATTENTION_GROUPS, ALL_GROUPS)
+            ):
                 yield self._variant(size, reach, Adapting(1, 1, factor, groups))
 
     def _possible(self, size: int) -> Iterator[Variant]:
         """Variants whose kernels are those of all that :meth:`run` may meet."""
         for reach in self._reaches(size):
             yield self._variant(size, reach, None)
-        for rows, factor in product(TILE_ROWS, self._factors):
-            for shared in _shared(rows, size):
+        for rows in TILE_ROWS:
+            for factor, shared in product(self._factors_of(rows, size), _shared(rows, size)):
                 yield self._variant(size, 1, Adapting(rows, shared, factor, ALL_GROUPS))
 
     def run(self, rows: StepRows) -> None:
@@ -210,7 +214,16 @@ class DecodeGraphs:
         return Variant(size, splits, adapting)
 
     def _adapting(self, plan: WorkPlan, size: int, groups: int) -> Adapting:
-        return least_room(plan, size, self._factors)._replace(groups=covering_groups(groups))
+        factors = self._factors_of(plan.tile.rows, size)
+        return least_room(plan, size, factors)._replace(groups=covering_groups(groups))
+
+    def _factors_of(self, tile_rows: int, size: int) -> list[int]:
+        """Items of a block that a size's graphs have room for."""
+        return self._single_factors[size] if tile_rows == 1 else self._factors
+
+    def _factors_of_single_rows(self, size: int) -> list[int]:
+        pool, shapes = self._decoder.pool, self._decoder.shapes
+        return needed(self._factors, lambda n: room_is_free(pool, shapes, Tile(1, RANKS), size, n * size))
 
     # One graph's inputs: tokens, positions, slots, lengths, seats, work list; after them the step's page tables
 
@@ -284,6 +297,12 @@ def _shared(tile_rows: int, size: int) -> tuple[int, ...]:
     if size < FEW_ROWS:
         return ()
     return (0, *SHARED_ROWS) if size >= CROWD else (0, FEW_ROWS)
+
+
+def needed(factors: Sequence[int], is_free: Callable[[int], bool]) -> list[int]:
+    """Of ascending factors those that graphs are made for: the largest whose room is free serves for lower ones."""
+    most = max(filter(is_free, factors), default=1)
+    return [factor for factor in factors if factor >= most]
 
 
 def item_factors(max_rank: int, ranks: int) -> list[int]:

@@ -38,6 +38,7 @@ from stencilpress.engine.model.triton_llama import Adapted, DeviceRows, TritonDe
 from stencilpress.kernels.attention.triton_decode import choose_splits
 from stencilpress.kernels.attention.triton_prefill import rows_of_piece
 from stencilpress.kernels.compile_ahead import compiling_only
+from stencilpress.kernels.sgmv.cuda_sgmv import room_is_free
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, list_words
 
 CAPTURED_AT = 8
@@ -90,7 +91,11 @@ class PromptGraphs:
         self._memory = memory
         self._reaches = (*(reach for reach in REACHES if reach < limits.max_model_len), limits.max_model_len)
         self._kinds = Kinds(
-            sequences=sequences, max_tokens=limits.max_num_batched_tokens, max_rank=max_rank, splits=self._splits
+            sequences=sequences,
+            max_tokens=limits.max_num_batched_tokens,
+            max_rank=max_rank,
+            splits=self._splits,
+            items_are_free=room_is_free(decoder.pool, decoder.shapes, Tile(1, RANKS), ITEMS[-1], ITEMS[-1]),
         )
         self._piece_rows = rows_of_piece(decoder.spec.num_heads // decoder.spec.num_kv_heads)
         self._tables_SP = torch.zeros(sequences, max_pages, dtype=torch.int32, device=device)

@@ -62,15 +62,24 @@ class Plans(NamedTuple):
 
 class Kinds:
     """The kinds of one engine. ``sequences`` bounds those of a step; ``splits`` says, of a number of decodes and the
-    longest, in how many runs positions are cut."""
+    longest, in how many runs positions are cut; ``items_are_free``: room for items of single rows costs no time."""
 
-    def __init__(self, *, sequences: int, max_tokens: int, max_rank: int, splits: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        *,
+        sequences: int,
+        max_tokens: int,
+        max_rank: int,
+        splits: Callable[[int, int], int],
+        items_are_free: bool = False,
+    ) -> None:
         self.sizes: Sequence[int] = [size for size in LADDER if size < max_tokens + LADDER[0]]
         self.tile = Tile(BLOCK_ROWS, WIDE_RANKS if max_rank > RANKS else RANKS)
         self.factors = item_factors(max_rank, WIDE_RANKS)
         self._sequences = sequences
         self._most_items = _at_least(ITEMS, sequences * -(-max_rank // RANKS)) or ITEMS[-1]
-        self._some_items = _at_least(ITEMS, sequences) or ITEMS[-1]
+        self._items = (self._most_items,) if items_are_free else ITEMS
+        self._some_items = _at_least(self._items, sequences) or ITEMS[-1]
         self._splits = splits
 
     def plans(self, rows: StepRows) -> Plans:
@@ -96,7 +105,7 @@ class Kinds:
                 return None
             kind = kind._replace(blocks=blocks, factor=factor)
         if plans.few is not None:
-            items = _at_least(ITEMS, len(plans.few.items_W4))
+            items = _at_least(self._items, len(plans.few.items_W4))
             if not items:
                 return None
             kind = kind._replace(items=items)
@@ -122,7 +131,7 @@ class Kinds:
         """Kinds whose kernels are those of all that may occur."""
         for blocks, factor, room in product(BLOCKS[:2], self.factors, (FEW_LONG_DECODES, self._sequences)):
             size = _at_least(self.sizes, room) or self.sizes[-1]
-            yield Kind(size, min(size, room), 1, ALL_GROUPS, ITEMS[0], blocks, factor)
+            yield Kind(size, min(size, room), 1, ALL_GROUPS, self._items[0], blocks, factor)
 
     def _room(self, size: int) -> int:
         return min(size, self._sequences)

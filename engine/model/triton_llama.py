@@ -96,7 +96,7 @@ class TritonDecoder:
         self.spec = spec
         self.kv = KVLayout(memory.geometry.page_tokens, memory.geometry.page_elems, spec.num_kv_heads, spec.head_dim)
         self.pool = memory.flat
-        self._shapes = memory.shapes
+        self.shapes = memory.shapes
         self._weights = weights
         self._scratch = LinearScratch(self.pool.device)
         self._scale = spec.head_dim**-0.5
@@ -113,7 +113,7 @@ class TritonDecoder:
     @property
     def entries(self) -> int:
         """Entries of a slice table."""
-        return self.spec.num_layers * len(self._shapes)
+        return self.spec.num_layers * len(self.shapes)
 
     def forward(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Run all layers, writing keys and values to the pool. Returns, for :meth:`logits`, two (T, X) that add up to
@@ -176,7 +176,7 @@ class TritonDecoder:
         if gating is None:
             return silu_mul(self._adapted(linear, x_TX, adapted, layer, GATE_UP))
         y_TO = self._adapted(linear, x_TX, gating.others, layer, GATE_UP)
-        entry, shape = layer * len(self._shapes) + GATE_UP, self._shapes[GATE_UP]
+        entry, shape = layer * len(self.shapes) + GATE_UP, self.shapes[GATE_UP]
         return sgmv_silu_mul(y_TO, x_TX, self.pool, gating.blocks, entry, shape, gating.in_blocks_T)
 
     def _adapted(self, linear: Linear, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> Tensor:
@@ -184,9 +184,9 @@ class TritonDecoder:
         changed = adapted is not None and adapted.changes(group)
         y_TO, x_done = self._product(linear, x_TD, for_next=changed)
         if adapted is not None and changed:
-            entry = layer * len(self._shapes) + group
+            entry = layer * len(self.shapes) + group
             for work in adapted.works:
-                sgmv(y_TO, x_TD, self.pool, work, entry, self._shapes[group], x_done=x_done)
+                sgmv(y_TO, x_TD, self.pool, work, entry, self.shapes[group], x_done=x_done)
                 x_done = False
         return y_TO
 

@@ -7,6 +7,7 @@ On Hopper and later, in bf16, with widths that are multiples of eight and rows t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def rows_serve(y_TO: torch.Tensor, x_TD: torch.Tensor, work: SgmvWork, shape: Gr
     return suits and _fits(y_TO, shape) and _fits(x_TD, shape) and available(ROWS_KERNEL, y_TO.device)
 
 
+def room_is_free(pool: torch.Tensor, shapes: Sequence[GroupShape], tile: Tile, blocks: int, items: int) -> bool:
+    """Whether room in a work list of such capacity costs no time, in the products of all ``shapes``: in Triton each
+    item is programs, whether it is there or not."""
+    suits = rows_suit(tile, blocks, items) and all(map(_wide, shapes)) and pool.dtype == torch.bfloat16
+    return suits and dependent_launch(pool.device) and available(ROWS_KERNEL, pool.device)
+
+
 def expand_serves(y_TO: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
     """Whether :func:`expand` computes this product."""
     suits = expand_suits(work.tile, work.blocks_B4.shape[0], work.max_items)
@@ -103,8 +111,11 @@ def expand_serves(y_TO: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool
 
 def _fits(rows: torch.Tensor, shape: GroupShape) -> bool:
     aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0
-    wide = all(n % 8 == 0 for n in (shape.in_features, *shape.out_features))
-    return rows.dtype == torch.bfloat16 and aligned and wide and dependent_launch(rows.device)
+    return rows.dtype == torch.bfloat16 and aligned and _wide(shape) and dependent_launch(rows.device)
+
+
+def _wide(shape: GroupShape) -> bool:
+    return all(n % 8 == 0 for n in (shape.in_features, *shape.out_features))
 
 
 def _parts(shape: GroupShape) -> int:

@@ -43,11 +43,14 @@ struct Unit {
 
 __device__ __forceinline__ int tiles_of(int width) { return (width + RUN - 1) / RUN; }
 
+__device__ __forceinline__ int shrinks_of(const Rows &a, int2 counts) { return counts.y * a.group.projections * a.parts; }
+
+// Items from the last to the first, blocks from the last, which has most items, to the first.
 __device__ __forceinline__ Unit unit_of(const Rows &a, int number, int2 counts) {
     Unit u;
-    int of_item = a.group.projections * a.parts, shrinks = counts.y * of_item, last = counts.y - 1;
-    u.shrink = number < shrinks;
-    if (!u.shrink) number -= shrinks, of_item = a.tiles, last = counts.x - 1;
+    int of_item = a.group.projections * a.parts, last = counts.y - 1;
+    u.shrink = number < shrinks_of(a, counts);
+    if (!u.shrink) number -= shrinks_of(a, counts), of_item = a.tiles, last = counts.x - 1;
     int back = number / of_item, rest = number - back * of_item;
     u.item = last - back;
     int second = tiles_of(a.group.widths[0]), third = second + tiles_of(a.group.widths[1]);
@@ -57,6 +60,12 @@ __device__ __forceinline__ Unit unit_of(const Rows &a, int number, int2 counts) 
     u.start = u.nth * RUN;
     u.width = u.shrink ? a.group.inputs : width_of(a.group, u.p);
     return u;
+}
+
+// The program's next unit. Whose first expand was among the largest gets one of the smallest next.
+__device__ __forceinline__ int unit_after(const Rows &a, int number, int2 counts) {
+    int programs = gridDim.x, nth_expand = number - shrinks_of(a, counts);
+    return nth_expand < 0 || nth_expand >= programs ? number + programs : number + 2 * (programs - nth_expand) - 1;
 }
 
 __device__ __forceinline__ u32 shared(const void *at) { return (u32)__cvta_generic_to_shared(at); }
@@ -114,9 +123,9 @@ __device__ __forceinline__ void look_up_item(const Rows &a, Task &t, int lane) {
     t.entry = a.entries[place], t.of_row = a.items[t.item].x;
 }
 
-__device__ __forceinline__ Task look_up(const Rows &a, int number, int2 counts, int units, int lane) {
+__device__ __forceinline__ Task look_up(const Rows &a, int number, int2 counts, int lane) {
     Task t;
-    t.number = number, t.there = number < units;
+    t.number = number, t.there = number < shrinks_of(a, counts) + counts.x * a.tiles;
     if (!t.there) return t;
     t.u = unit_of(a, number, counts);
     t.item = t.u.item, t.nth_item = 0;
@@ -126,8 +135,8 @@ __device__ __forceinline__ Task look_up(const Rows &a, int number, int2 counts, 
 }
 
 // What comes after a task: the block's next item, or the first of the program's next unit.
-__device__ __forceinline__ Task follow(const Rows &a, const Task &past, int2 counts, int units, int lane) {
-    if (!past.there || past.last()) return look_up(a, past.number + gridDim.x, counts, units, lane);
+__device__ __forceinline__ Task follow(const Rows &a, const Task &past, int2 counts, int lane) {
+    if (!past.there || past.last()) return look_up(a, unit_after(a, past.number, counts), counts, lane);
     Task t = past;
     t.item = past.block.y + past.nth_item, t.nth_item = past.nth_item + 1;
     look_up_item(a, t, lane);
@@ -290,7 +299,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_const
     __shared__ u64 landed[2];
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     int2 counts = *a.counts;
-    int units = counts.y * a.group.projections * a.parts + counts.x * a.tiles;
     launch_dependents();
     if (threadIdx.x == 0) {
         for (int n = 0; n < 2; n++)
@@ -298,9 +306,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_const
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    Task next = look_up(a, blockIdx.x, counts, units, lane);
+    Task next = look_up(a, blockIdx.x, counts, lane);
     if (next.adapted()) bring(a, next, tiles, shared(landed), warp, lane);
-    Task after = follow(a, next, counts, units, lane);
+    Task after = follow(a, next, counts, lane);
     wait_for_predecessor();
     if (next.adapted()) ask(a, next);
     u32 turns = 0;  // a bit for each tile: which turn of its barrier comes next
@@ -312,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_const
             bring(a, next, tiles + (n ^ 1) * TILE, shared(landed + (n ^ 1)), warp, lane);
             ask(a, next);
         }
-        after = follow(a, next, counts, units, lane);
+        after = follow(a, next, counts, lane);
         if (now.adapted()) {
             if (!now.u.shrink) {
                 if (warp == 0) receive(a, now, h, lane);

@@ -263,7 +263,7 @@ def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
     if not pool.is_contiguous() or pool.dim() != 1:
         raise ValueError("the pool must be flat and contiguous")
     num_entries = work.entries_EW4.shape[0]
-    grid = (min(work.max_items, 1024), divide_up(num_entries, _ENTRIES_AT_ONCE))
+    grid = (min(work.max_items, 256), divide_up(num_entries, _ENTRIES_AT_ONCE))
     resolve_kernel[grid](
         pool.view(torch.int64),
         work.counts_4,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from stencilpress.engine.cuda.feedback import Feedback
-from stencilpress.engine.cuda.graphs import LADDER, RANKS, Adapting, item_factors, least_room
+from stencilpress.engine.cuda.graphs import LADDER, RANKS, Adapting, item_factors, least_room, needed
 from stencilpress.engine.cuda.inputs import Inputs, most_words
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.messages import Sampling
@@ -138,6 +138,12 @@ def test_a_table_says_rank_and_groups() -> None:
     table[4 * 3] = 3 | 1 << 32
     view = table_view(table, 77, 2, [GroupShape(8, (8,)), GroupShape(8, (8,))])
     assert (view.table_offset, view.rank, view.groups) == (77, 6, 0b10)
+
+
+def test_graphs_are_made_for_the_largest_room_that_costs_nothing_and_for_more() -> None:
+    assert needed([1, 2, 4, 8], lambda n: n <= 4) == [4, 8]
+    assert needed([1, 2, 4], lambda n: n == 1) == [1, 2, 4]
+    assert needed([1, 2, 4], lambda _: False) == [1, 2, 4]
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 256)), min_size=1, max_size=300), st.sampled_from(LADDER))

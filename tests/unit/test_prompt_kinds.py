@@ -19,8 +19,14 @@ from tests.unit.test_cuda_rows import NO_TABLE
 SEATS, PAGES, PAGE_TOKENS = 256, 160, 16
 
 
-def _kinds(max_rank: int = 64, max_tokens: int = 8192) -> Kinds:
-    return Kinds(sequences=SEATS, max_tokens=max_tokens, max_rank=max_rank, splits=lambda *_: 3)
+def _kinds(max_rank: int = 64, max_tokens: int = 8192, *, items_are_free: bool = False) -> Kinds:
+    return Kinds(
+        sequences=SEATS,
+        max_tokens=max_tokens,
+        max_rank=max_rank,
+        splits=lambda *_: 3,
+        items_are_free=items_are_free,
+    )
 
 
 def _rows(*sequences: tuple[int, int, int, int]) -> StepRows:
@@ -77,8 +83,15 @@ def test_no_graph_has_room_for_too_much_of_anything() -> None:
     assert _kind(_kinds(max_tokens=64), (65, 0, 0, 0)) is None
 
 
-def test_what_is_captured_at_first_covers_every_step() -> None:
-    kinds, rng = _kinds(), random.Random(3)
+def test_one_room_for_items_serves_all_steps_where_it_costs_nothing() -> None:
+    kinds = _kinds(items_are_free=True)
+    found = {_kind(kinds, *[(1, 40, 64, 1)] * n, (300, 0, 0, 0)) for n in (1, 9, 20)}
+    assert found == {Kind(320, SEATS, 1, ATTENTION_GROUPS, items=4 * SEATS)}
+
+
+@pytest.mark.parametrize("items_are_free", [False, True])
+def test_what_is_captured_at_first_covers_every_step(*, items_are_free: bool) -> None:
+    kinds, rng = _kinds(items_are_free=items_are_free), random.Random(3)
     common = list(kinds.common())
     assert len(set(common)) == len(common)
     assert [kind.rows for kind in common] == sorted((kind.rows for kind in common), reverse=True)
