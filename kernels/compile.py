@@ -33,7 +33,7 @@ from stencilpress.kernels.rope.triton_rope import rope_kernel
 from stencilpress.kernels.sgmv.cuda_sgmv import EXPAND_KERNELS, ROWS_KERNEL
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_blocks import expand_blocks_kernel, shrink_blocks_kernel
-from stencilpress.kernels.sgmv.triton_gate import choose_gate_cut, gate_blocks_kernel, gate_constants, mark_rows_kernel
+from stencilpress.kernels.sgmv.triton_gate import choose_gate_cut, gate_blocks_kernel, gate_constants
 from stencilpress.kernels.sgmv.triton_rows import rows_kernel
 from stencilpress.kernels.sgmv.triton_sgmv import (
     choose_cut,
@@ -41,7 +41,7 @@ from stencilpress.kernels.sgmv.triton_sgmv import (
     rows_constants,
     shrink_constants,
 )
-from stencilpress.kernels.sgmv.triton_work import Tile, resolve_kernel
+from stencilpress.kernels.sgmv.triton_work import Tile, mark_rows_kernel, resolve_kernel
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul_kernel
 
 CAPABILITIES = (80, 90)
@@ -141,7 +141,8 @@ def _gates(capability: int) -> Iterator[Case]:
         constants = gate_constants(shape, tile, cut, f32_dot=False)
         name = f"gate-{tile.rows}x{tile.ranks}-{blocks}-{items}"
         yield Case(name, gate_blocks_kernel, types, constants, {"num_warps": cut.warps})
-    yield Case("mark-rows", mark_rows_kernel, "*i32 *i32 *i32", {"M": 64}, {"num_warps": 1})
+    for rows in (1, 64):
+        yield Case(f"mark-rows-{rows}", mark_rows_kernel, "*i32 *i32 *i32", {"M": rows}, {"num_warps": 1})
 
 
 def _linears() -> Iterator[Case]:

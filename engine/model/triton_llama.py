@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -27,11 +27,15 @@ from stencilpress.kernels.attention.triton_prefill import prefill_attention
 from stencilpress.kernels.linear.triton_linear import LinearScratch, choose_cut, linear_few_rows
 from stencilpress.kernels.norm.triton_rms_norm import rms_norm
 from stencilpress.kernels.rope.triton_rope import rope_and_write_kv
-from stencilpress.kernels.sgmv.triton_gate import gate_suits, rows_in_blocks, sgmv_silu_mul
+from stencilpress.kernels.sgmv import cuda_sgmv
+from stencilpress.kernels.sgmv.cuda_sgmv import room_is_free
+from stencilpress.kernels.sgmv.triton_gate import gate_suits, sgmv_silu_mul
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
-from stencilpress.kernels.sgmv.triton_work import SgmvWork, resolve
+from stencilpress.kernels.sgmv.triton_work import SgmvWork, listed_rows, resolve
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul
 
+MOST_ROWS_ADDED = 1024
+"""Of more rows, clearing and reading what the base's product is added to costs more than it gains."""
 ATTENTION_GROUPS = 1 << QKV | 1 << OUT
 ALL_GROUPS = ATTENTION_GROUPS | 1 << GATE_UP | 1 << DOWN
 
@@ -43,10 +47,12 @@ def covering_groups(groups: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """Which rows have adapters: loaded work lists of rows apart, and a bit for each group that they change."""
+    """Which rows have adapters: loaded work lists of rows apart, and a bit for each group that they change.
+    ``listed_T`` says which rows are in the last one, where its products may come before the base's."""
 
     works: tuple[SgmvWork, ...]
     groups: int
+    listed_T: Tensor | None = None
 
     def changes(self, group: int) -> bool:
         return self.groups >> group & 1 == 1
@@ -86,7 +92,13 @@ def _gating(rows: DeviceRows) -> _Gating | None:
     if blocks is None:
         return None
     others = tuple(work for work in works if work is not blocks)
-    return _Gating(blocks, rows_in_blocks(blocks, len(rows.tokens_T)), Adapted(others, rows.adapted.groups))
+    return _Gating(blocks, listed_rows(blocks, len(rows.tokens_T)), replace(rows.adapted, works=others))
+
+
+def _adds(linear: Linear, x_TD: Tensor) -> TypeGuard[Plain]:
+    """Whether cuBLAS computes the product, and may add it to what is there at little cost."""
+    few = len(x_TD) <= MOST_ROWS_ADDED
+    return few and isinstance(linear, Plain) and linear.bias is None and choose_cut(x_TD, linear.weight) is None
 
 
 class TritonDecoder:
@@ -120,8 +132,10 @@ class TritonDecoder:
         the last layer's output."""
         for work in rows.adapted.works if rows.adapted is not None else ():
             resolve(work, self.pool)
-        gating = _gating(rows)
         residual_TX = embedding(rows.tokens_T, self._weights.embedding)
+        if rows.adapted is not None:
+            rows = replace(rows, adapted=self._ordered(rows.adapted, residual_TX))
+        gating = _gating(rows)
         mixed_TX = self._mixed(rows, residual_TX)
         x_TX: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
@@ -179,15 +193,30 @@ class TritonDecoder:
         entry, shape = layer * len(self.shapes) + GATE_UP, self.shapes[GATE_UP]
         return sgmv_silu_mul(y_TO, x_TX, self.pool, gating.blocks, entry, shape, gating.in_blocks_T)
 
+    def _ordered(self, adapted: Adapted, residual_TX: Tensor) -> Adapted:
+        """Adapters of single rows before the base's product where that adds to what is there: their weights are on
+        their way while the kernel before still runs, which cuBLAS's kernels do not allow."""
+        single = adapted.works[-1]
+        free = room_is_free(self.pool, self.shapes, single.tile, len(single.blocks_B4), single.max_items)
+        if not free or not _adds(self._weights.layers[0].qkv, residual_TX):
+            return adapted
+        return replace(adapted, listed_T=listed_rows(single, len(residual_TX)))
+
     def _adapted(self, linear: Linear, x_TD: Tensor, adapted: Adapted | None, layer: int, group: int) -> Tensor:
         """The base's product and the adapters' share of one (layer, group)."""
-        changed = adapted is not None and adapted.changes(group)
-        y_TO, x_done = self._product(linear, x_TD, for_next=changed)
-        if adapted is not None and changed:
-            entry = layer * len(self.shapes) + group
-            for work in adapted.works:
-                sgmv(y_TO, x_TD, self.pool, work, entry, self.shapes[group], x_done=x_done)
-                x_done = False
+        if adapted is None or not adapted.changes(group):
+            return self._product(linear, x_TD)[0]
+        entry, shape, works = layer * len(self.shapes) + group, self.shapes[group], adapted.works
+        if adapted.listed_T is not None and works and _adds(linear, x_TD):
+            y_TO = x_TD.new_empty(len(x_TD), sum(shape.out_features))
+            cuda_sgmv.rows(y_TO, x_TD, self.pool, works[-1], entry, shape, adapted.listed_T)
+            torch.addmm(y_TO, x_TD, linear.weight.T, out=y_TO)
+            works, x_done = works[:-1], False
+        else:
+            y_TO, x_done = self._product(linear, x_TD, for_next=True)
+        for work in works:
+            sgmv(y_TO, x_TD, self.pool, work, entry, shape, x_done=x_done)
+            x_done = False
         return y_TO
 
     def _product(self, linear: Linear, x_TD: Tensor, *, for_next: bool = False) -> tuple[Tensor, bool]:

@@ -46,8 +46,8 @@ class RowsParameters(ctypes.Structure):
     """``Rows`` of ``rows.cu``."""
 
     _fields_ = _fields(
-        "x y pool counts blocks items addresses entries sums",
-        "entry max_items x_stride y_stride parts tiles",
+        "x y pool counts blocks items addresses entries sums listed",
+        "entry max_items x_stride y_stride parts tiles rows",
     )
 
 
@@ -133,14 +133,17 @@ def rows(
     work: SgmvWork,
     entry: int,
     shape: GroupShape,
+    listed_T: torch.Tensor | None = None,
 ) -> None:
-    """``triton_sgmv.sgmv`` for blocks of one row, where :func:`rows_serve`."""
+    """``triton_sgmv.sgmv`` for blocks of one row, where :func:`rows_serve`. With ``listed_T`` (int32, ``listed_rows``
+    of the work list) the adapters' share replaces y, which is zero where there is none."""
     parts, tiles = _parts(shape), _tiles(shape, RUN)
     mail = work.mailboxes.words(work.max_items * tiles * parts * SLICES)
     lists = (work.counts_4, work.blocks_B4, work.items_W4, work.addresses_EWR, work.entries_EW4)
-    tensors = (x_TD, y_TO, pool, *lists, mail)
-    numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0), parts, tiles)
-    parameters = RowsParameters(*(t.data_ptr() for t in tensors), *numbers, _Group.of(shape))
+    pointers = [t.data_ptr() for t in (x_TD, y_TO, pool, *lists, mail)]
+    listed = None if listed_T is None else listed_T.data_ptr()
+    numbers = (entry, work.max_items, x_TD.stride(0), y_TO.stride(0), parts, tiles, len(y_TO))
+    parameters = RowsParameters(*pointers, listed, *numbers, _Group.of(shape))
     units = work.max_items * (len(shape.out_features) * parts + tiles)
     launch(ROWS_KERNEL, min(units, resident(ROWS_KERNEL, y_TO.device)), parameters, y_TO.device)
 

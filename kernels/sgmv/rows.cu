@@ -29,7 +29,8 @@ struct Rows {
     const long long *addresses;
     const int4 *entries;
     u32 *sums;  // mailboxes: (items, tiles, parts, SLICES)
-    int entry, max_items, x_stride, y_stride, parts, tiles;
+    const int *listed;  // (rows), not zero for those of the list; none: the products are added to y instead of replacing it
+    int entry, max_items, x_stride, y_stride, parts, tiles, rows;
     Group group;
 };
 static_assert(sizeof(Rows) == PARAMETER_BYTES, "the caller has another structure");
@@ -109,7 +110,7 @@ struct Task {
     long long address;  // of slice `lane`; -1 where there is none
     int4 entry;
     int of_row;
-    uint4 row;   // the thread's eight of x, or of y for the last item of a block
+    uint4 row;   // the thread's eight of x, or of the y that the last item of a block is added to
     uint4 sums;  // of the first warp's threads: four of the first that an expand waits for
 
     __device__ __forceinline__ bool adapted() const { return there && (entry.x >> u.p & 1); }
@@ -172,7 +173,7 @@ __device__ __forceinline__ void ask(const Rows &a, Task &t) {
         t.row = load_eight(a.x + (long long)t.of_row * a.x_stride + i, inside);
         return;
     }
-    if (t.last()) t.row = load_eight(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + i, inside);
+    if (t.last() && !a.listed) t.row = load_eight(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + i, inside);
     if (threadIdx.x < LANES && threadIdx.x * 4 < a.parts * SLICES)
         t.sums = look(sums_for(a, t.u, t.item) + threadIdx.x * 4);
 }
@@ -282,12 +283,23 @@ __device__ __forceinline__ void expand(const Rows &a, const Task &t, const u16 *
         }
     }
     if (!t.last()) return;
-    uint4 old = t.row;
+    uint4 old = a.listed ? make_uint4(0, 0, 0, 0) : t.row;
     *(uint4 *)(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + o) =
         make_uint4(round_pair(low_float(old.x) + sum[0], high_float(old.x) + sum[1]),
                    round_pair(low_float(old.y) + sum[2], high_float(old.y) + sum[3]),
                    round_pair(low_float(old.z) + sum[4], high_float(old.z) + sum[5]),
                    round_pair(low_float(old.w) + sum[6], high_float(old.w) + sum[7]));
+}
+
+__device__ __forceinline__ void clear(const Rows &a, int row, int column, int width) {
+    u16 *y = a.y + (long long)row * a.y_stride + column;
+    for (int i = threadIdx.x * OF_THREAD; i < width; i += THREADS * OF_THREAD) *(uint4 *)(y + i) = make_uint4(0, 0, 0, 0);
+}
+
+// Rows that are not in the list have no share.
+__device__ __forceinline__ void clear_others(const Rows &a) {
+    for (int row = blockIdx.x; row < a.rows; row += gridDim.x)
+        if (!a.listed[row]) clear(a, row, 0, a.group.widths[0] + a.group.widths[1] + a.group.widths[2]);
 }
 
 extern __shared__ __align__(128) u16 tiles[];  // two
@@ -311,6 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_const
     Task after = follow(a, next, counts, lane);
     wait_for_predecessor();
     if (next.adapted()) ask(a, next);
+    if (a.listed) clear_others(a);
     u32 turns = 0;  // a bit for each tile: which turn of its barrier comes next
     float sum[OF_THREAD];
     for (int n = 0; next.there; n ^= 1) {
@@ -332,6 +345,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) rows(const __grid_const
                 shrink(a, now, tiles + n * TILE, by_warp, warp, lane);
             else
                 expand(a, now, tiles + n * TILE, h, sum);
+        } else if (a.listed && !now.u.shrink) {
+            clear(a, now.of_row, column_of(a.group, now.u.p) + now.u.start, min(RUN, now.u.width - now.u.start));
         }
         __syncthreads();  // the tile, h and by_warp are free
     }

@@ -144,32 +144,11 @@ def _gated(gate, up, dtype: tl.constexpr):
     return ((wide * tl.sigmoid(wide)).to(dtype).to(tl.float32) * up).to(dtype)
 
 
-@triton.jit
-def mark_rows_kernel(counts_ptr, blocks_ptr, in_blocks_ptr, M: tl.constexpr, PDL: tl.constexpr):
-    """A program writes 1 for the rows of a block; the others' marks stay as they were."""
-    if PDL:
-        gdc_wait()
-    block, m = tl.program_id(0), tl.arange(0, M)
-    live = block < tl.load(counts_ptr)
-    row, rows = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
-    tl.store(in_blocks_ptr + row + m, 1, mask=live & (m < rows))
-
-
 def gate_suits(tile: Tile) -> bool:
     """Whether one kernel is faster. An H200's microseconds for gate and up of an 8B Llama with shrink, expand and gate
     apart, and in one: rank 16, 256 blocks of 64 rows 986 and 770, 8 of 64 36.0 and 32.4, 16 of 16 rows with mixed ranks
     30.4 and 25.4, 32 of 16 29.6 and 29.8; but items of 64 ranks, whose sums fill the registers, 1087 and 1090."""
     return tile.rows > 1 and tile.ranks == 16
-
-
-def rows_in_blocks(work: SgmvWork, rows: int) -> torch.Tensor:
-    """int32 (rows,), not zero for the rows of the list's blocks: what :func:`sgmv_silu_mul` needs, once a step."""
-    device = work.list_N.device
-    in_blocks_T = torch.zeros(rows, dtype=torch.int32, device=device)
-    options = {"num_warps": 1, **launch_options(device)}
-    grid = (work.blocks_B4.shape[0],)
-    mark_rows_kernel[grid](work.counts_4, work.blocks_B4, in_blocks_T, M=work.tile.rows, **options)
-    return in_blocks_T
 
 
 @cache
@@ -207,7 +186,7 @@ def sgmv_silu_mul(
     """``silu_mul`` of y with the adapters' share, (T, N); y may be overwritten. For blocks of several rows.
 
     Arguments as of ``triton_sgmv.sgmv``; ``shape`` has two projections of one width, ``in_blocks_T`` is of
-    :func:`rows_in_blocks`. Raises ValueError where shapes, dtypes or strides do not fit.
+    :func:`listed_rows`. Raises ValueError where shapes, dtypes or strides do not fit.
     """
     check(y_TO, x_TD, pool, shape)
     if len(set(shape.out_features)) != 1 or len(shape.out_features) != 2 or not gate_suits(work.tile):

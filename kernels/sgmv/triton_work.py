@@ -279,3 +279,24 @@ def resolve(work: SgmvWork, pool: torch.Tensor) -> None:
         **launch_options(pool.device),
     )
     work.counts_4[2:].zero_()  # an ordinary kernel: those after it load addresses before they wait
+
+
+@triton.jit
+def mark_rows_kernel(counts_ptr, blocks_ptr, listed_ptr, M: tl.constexpr, PDL: tl.constexpr):
+    """A program writes 1 for the rows of a block; the others' marks stay as they were."""
+    if PDL:
+        gdc_wait()
+    block, m = tl.program_id(0), tl.arange(0, M)
+    live = block < tl.load(counts_ptr)
+    row, rows = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
+    tl.store(listed_ptr + row + m, 1, mask=live & (m < rows))
+
+
+def listed_rows(work: SgmvWork, rows: int) -> torch.Tensor:
+    """int32 (rows,), not zero for those of the list's blocks. What needs it needs it once a step."""
+    device = work.list_N.device
+    listed_T = torch.zeros(rows, dtype=torch.int32, device=device)
+    options = {"num_warps": 1, **launch_options(device)}
+    grid = (work.blocks_B4.shape[0],)
+    mark_rows_kernel[grid](work.counts_4, work.blocks_B4, listed_T, M=work.tile.rows, **options)
+    return listed_T

@@ -17,7 +17,15 @@ from stencilpress.kernels.sgmv.mailboxes import EMPTY
 from stencilpress.kernels.sgmv.table import GroupShape
 from stencilpress.kernels.sgmv.triton_sgmv import choose_cut as choose_sgmv_cut
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
-from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, choose_tile, plan_work, resolve
+from stencilpress.kernels.sgmv.triton_work import (
+    AdapterRows,
+    SgmvWork,
+    Tile,
+    choose_tile,
+    listed_rows,
+    plan_work,
+    resolve,
+)
 from stencilpress.kernels.triton_launch import INTERPRETED
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
 
@@ -98,6 +106,26 @@ def test_decodes_in_cuda(shape: Shape) -> None:
     assert torch.equal(y, again)
     assert torch.equal(y[:2].double(), want[:2])
     assert (work.mailboxes.words(1) == EMPTY).all()
+
+
+@hopper_only
+def test_shares_that_the_base_is_added_to() -> None:
+    """They replace what was there; rows and projections without a share are zero."""
+    shape = Shape(4096, (4096, 1024, 1024))
+    builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=7, device="cuda")
+    adapters = [builder.add([rank], [mask]) for rank, mask in ((8, 7), (40, 5), (16, 2))]
+    rows: Rows = [(0, 3, None), *((3 + i, 1, adapters[i % 3]) for i in range(60)), (63, 500, None)]
+    plan, group = plan_work(_segments(rows), Tile(1, 16)), GroupShape(shape.inputs, shape.outputs)
+    work = SgmvWork.allocate(plan.tile, len(plan.blocks_B4) + 5, len(plan.items_W4) + 9, 1, torch.device("cuda"))
+    work.load(plan)
+    resolve(work, builder.pool)
+    x = torch.randn(563, shape.inputs, device="cuda").bfloat16()
+    y = torch.full((563, sum(shape.outputs)), torch.nan, dtype=torch.bfloat16, device="cuda")
+    assert cuda_sgmv.rows_serve(y, x, work, group)
+    want = expected(torch.zeros_like(y), x, rows, 0, shape)
+    cuda_sgmv.rows(y, x, builder.pool, work, 0, group, listed_rows(work, len(y)))
+    assert _relative(y, want) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(y == 0, want == 0)
 
 
 @hopper_only

@@ -9,9 +9,18 @@ pytest.importorskip("triton")
 
 from stencilpress.kernels.sgmv.reference import sgmv_reference
 from stencilpress.kernels.sgmv.table import GroupShape
-from stencilpress.kernels.sgmv.triton_gate import rows_in_blocks, sgmv_silu_mul
+from stencilpress.kernels.sgmv.triton_gate import sgmv_silu_mul
 from stencilpress.kernels.sgmv.triton_sgmv import sgmv
-from stencilpress.kernels.sgmv.triton_work import AdapterRows, SgmvWork, Tile, apart, choose_tile, plan_work, resolve
+from stencilpress.kernels.sgmv.triton_work import (
+    AdapterRows,
+    SgmvWork,
+    Tile,
+    apart,
+    choose_tile,
+    listed_rows,
+    plan_work,
+    resolve,
+)
 from stencilpress.kernels.silu.triton_silu_mul import silu_mul
 from tests.unit.adapter_pool import PoolBuilder, PooledAdapter, Shape, expected
 
@@ -157,7 +166,7 @@ def _gated(builder: PoolBuilder, rows: Rows, tile: Tile) -> tuple[torch.Tensor, 
     resolve(work, builder.pool)
     apart = y.clone()
     sgmv(apart, x, builder.pool, work, 0, shape)
-    got = sgmv_silu_mul(y, x, builder.pool, work, 0, shape, rows_in_blocks(work, total))
+    got = sgmv_silu_mul(y, x, builder.pool, work, 0, shape, listed_rows(work, total))
     return got, silu_mul(apart)
 
 
