@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -100,6 +101,20 @@ def resident(kernel: CudaKernel, device: torch.device) -> int:
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, kernel.threads, kernel.shared_bytes)
         )
     return int(each) * multiprocessors(device)
+
+
+@cache
+def shared_by_processes(device: torch.device) -> bool:
+    """Whether programs of other processes may run on a GPU at the same time (NVIDIA MPS): then a launch of
+    :func:`resident` programs may find less room, and ones that wait for each other wait for ever."""
+    try:
+        from cuda.bindings import driver
+
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        ordinal = _checked(driver.cuDeviceGet(torch.cuda.current_device() if device.index is None else device.index))
+        return bool(_checked(driver.cuDeviceGetAttribute(attribute, ordinal)))
+    except (ImportError, AttributeError, RuntimeError):  # a driver or bindings from before it could be asked
+        return "CUDA_MPS_PIPE_DIRECTORY" in os.environ
 
 
 @cache

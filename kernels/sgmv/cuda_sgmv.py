@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stencilpress.kernels.cuda_launch import CudaKernel, available, launch, resident
+from stencilpress.kernels.cuda_launch import CudaKernel, available, launch, resident, shared_by_processes
 from stencilpress.kernels.sgmv.table import MAX_PROJECTIONS, GroupShape
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile
 from stencilpress.kernels.triton_launch import dependent_launch, divide_up
@@ -93,14 +93,14 @@ def expand_suits(tile: Tile, blocks: int, items: int) -> bool:
 def rows_serve(y_TO: torch.Tensor, x_TD: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
     """Whether :func:`rows` computes this product."""
     suits = rows_suit(work.tile, work.blocks_B4.shape[0], work.max_items)
-    return suits and _fits(y_TO, shape) and _fits(x_TD, shape) and available(ROWS_KERNEL, y_TO.device)
+    return suits and _fits(y_TO, shape) and _fits(x_TD, shape) and _rows_run(y_TO.device)
 
 
 def room_is_free(pool: torch.Tensor, shapes: Sequence[GroupShape], tile: Tile, blocks: int, items: int) -> bool:
     """Whether room in a work list of such capacity costs no time, in the products of all ``shapes``: in Triton each
     item is programs, whether it is there or not."""
     suits = rows_suit(tile, blocks, items) and all(map(_wide, shapes)) and pool.dtype == torch.bfloat16
-    return suits and dependent_launch(pool.device) and available(ROWS_KERNEL, pool.device)
+    return suits and dependent_launch(pool.device) and _rows_run(pool.device)
 
 
 def expand_serves(y_TO: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool:
@@ -112,6 +112,11 @@ def expand_serves(y_TO: torch.Tensor, work: SgmvWork, shape: GroupShape) -> bool
 def _fits(rows: torch.Tensor, shape: GroupShape) -> bool:
     aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0
     return rows.dtype == torch.bfloat16 and aligned and _wide(shape) and dependent_launch(rows.device)
+
+
+def _rows_run(device: torch.device) -> bool:
+    """All its programs must be there at once."""
+    return available(ROWS_KERNEL, device) and not shared_by_processes(device)
 
 
 def _wide(shape: GroupShape) -> bool:

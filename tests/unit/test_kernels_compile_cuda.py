@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from stencilpress.kernels.compile import CUDA_KERNELS, compile_cuda
-from stencilpress.kernels.cuda_launch import CudaKernel, machine_code
+from stencilpress.kernels.cuda_launch import CudaKernel, machine_code, shared_by_processes
 from stencilpress.kernels.sgmv.cuda_sgmv import ROWS_KERNEL, RowsParameters, expand_suits, rows_serve, rows_suit
 from stencilpress.kernels.sgmv.mailboxes import EMPTY, Mailboxes
 from stencilpress.kernels.sgmv.table import GroupShape
@@ -73,6 +73,17 @@ def test_nothing_is_served_in_cuda_off_a_gpu() -> None:
     y, x = (torch.zeros(64, 4096, dtype=torch.bfloat16) for _ in range(2))
     assert rows_suit(work.tile, 64, 64)
     assert not rows_serve(y, x, work, OUT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver says it")
+def test_without_an_answer_the_environment_says_whether_processes_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pipe, shared in ((None, False), ("/tmp/nvidia-mps", True)):  # noqa: S108
+        monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+        if pipe:
+            monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", pipe)
+        shared_by_processes.cache_clear()
+        assert shared_by_processes(torch.device("cuda", 0)) is shared
+    shared_by_processes.cache_clear()
 
 
 def test_mailboxes_keep_their_address_until_they_grow() -> None:
