@@ -11,6 +11,7 @@ tenants, each lifted to the same least counter, would hold up whoever stands abo
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,10 @@ class Accounts:
         if not self._waiting:
             self._waiting_weight = 0.0
             self._virtual_time = max(self._virtual_time, account.counter)
+
+    def waiting(self) -> Iterator[Account]:
+        """Those of tenants who have requests that wait. A live view: do not keep it."""
+        return iter(self._waiting.values())
 
     @property
     def virtual_time(self) -> float:

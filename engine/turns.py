@@ -10,6 +10,7 @@ from stencilpress.engine.overdue import Overdue
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.seats import NEXT, Grant, Seats
+from stencilpress.engine.starved import Starved
 from stencilpress.engine.waiting import Waiting
 
 OUTSIDERS = 64
@@ -34,6 +35,8 @@ class Turns:
       for ``patience_steps``; then nobody is seated, so pages free.
     - Its adapter is being read from disk: anybody, since nobody's standing back would make the disk faster.
 
+    One that has waited for far longer than others did is next, whatever its tenant has had (engine/starved.py).
+
     So with one slot a request waits for as long as the holder's longest request runs, and once more until all who have
     the slot have ended: unless its tenant has had more than theirs, or they are more urgent.
     """
@@ -46,6 +49,7 @@ class Turns:
         self._max_loras = limits.max_loras
         self._patience_steps = limits.patience_steps
         self._overdue = Overdue(limits, waiting, residency, seats)
+        self._starved = Starved(waiting, residency)
         self._outsiders: list[Request] | None = None
 
     def begin_step(self) -> None:
@@ -53,6 +57,7 @@ class Turns:
         self.step += 1
         self._outsiders = None
         self._overdue.begin_step(self.step)
+        self._starved.begin_step(self.step)
 
     def take(self, request: Request) -> None:
         """The request that :meth:`next` has picked leaves its line for a seat."""
@@ -98,9 +103,9 @@ class Turns:
         aged = self.step - (self._patience() if self._seats.taken else 0)
         aged_lines = (digest for digest in self._residency.squeezed() if self._waiting.stands_since(digest, aged))
         heads = [head for digest in aged_lines if (head := self._waiting.head(digest)) is not None]
-        overdue = self._overdue.head()
-        if overdue is not None and overdue not in heads and not self._residency.ready(overdue.adapter or ""):
-            heads.append(overdue)
+        for head in (self._overdue.head(), self._starved.head()):
+            if head is not None and head.adapter and head not in heads and not self._residency.ready(head.adapter):
+                heads.append(head)
         return min(heads, key=self._turn, default=None)
 
     def squeezed_is_next(self) -> bool:
@@ -153,8 +158,8 @@ class Turns:
 
     def _makes_way(self, request: Request, nth: int, grant: Grant, starving: list[Request]) -> bool:
         """Whether the ``nth`` longest holder must not have this request seated, since others wait for its slot."""
-        overdue = self._overdue.head() if nth == 0 else None
-        if overdue is not None and self._turn(overdue) < self._turn(request):
+        heads = (self._overdue.head(), self._starved.head()) if nth == 0 else ()
+        if any(head is not None and self._turn(head) < self._turn(request) for head in heads):
             return True
         if nth >= len(starving) or self._turn(starving[0]) >= self._turn(request):
             return False
@@ -165,12 +170,17 @@ class Turns:
         if self._outsiders is None:
             granted = self._seats.granted
             digests = (digest for _, digest in self._residency.ready_wants() if digest not in granted)
-            heads = (self._waiting.head(digest) for digest in islice(digests, OUTSIDERS))
+            some = dict.fromkeys(islice(digests, OUTSIDERS))
+            starved = self._starved.head()
+            if starved is not None and starved.adapter and self._residency.ready(starved.adapter):
+                some.update({} if starved.adapter in granted else {starved.adapter: None})
+            heads = (self._waiting.head(digest) for digest in some)
             self._outsiders = sorted((head for head in heads if head is not None), key=self._turn)
         return self._outsiders
 
-    def _turn(self, request: Request) -> tuple[float, bool, tuple[int, int]]:
-        return request.account.counter, not self._overdue.first(request), request.urgency
+    def _turn(self, request: Request) -> tuple[bool, float, bool, tuple[int, int]]:
+        starved = request is self._waiting.favoured
+        return not starved, request.account.counter, not self._overdue.first(request), request.urgency
 
 
 def prefill_turn(request: Request) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from stencilpress.engine.accounts import Accounts
@@ -62,6 +62,9 @@ class Waiting:
         self._lines: dict[str | None, _Line] = {}
         """In the order of their ``since``."""
         self._size = 0
+        self._longest_steps = 0
+        self.favoured: Request | None = None
+        """Goes before all others of its line, and of all lines."""
 
     def __len__(self) -> int:
         return self._size
@@ -84,6 +87,8 @@ class Waiting:
         account = request.account
         if request.key not in account.waiting:
             return False
+        if request is self.favoured:
+            self.favoured = None
         line = self._lines[request.adapter]
         queue = line.queues[account.tenant]
         place = bisect_left(queue, request.urgency, key=_urgency)
@@ -101,6 +106,8 @@ class Waiting:
     def seat(self, request: Request, step: int) -> None:
         """Take a request out of its line for a seat."""
         line = self._lines[request.adapter] = self._lines.pop(request.adapter)
+        if request is not self.favoured:
+            self._longest_steps = max(self._longest_steps, self._waited(request, step))
         line.since = line.sinces[request.account.tenant] = step
         self.discard(request)
 
@@ -112,6 +119,8 @@ class Waiting:
 
     def head(self, adapter: str | None) -> Request | None:
         """Whose turn it is in a line; None if nobody waits there."""
+        if self.favoured is not None and self.favoured.adapter == adapter:
+            return self.favoured
         line = self._lines.get(adapter)
         return line.head() if line is not None else None
 
@@ -124,6 +133,27 @@ class Waiting:
         wait there."""
         line = self._lines.get(adapter)
         return math.inf if line is None else line.sinces.get(tenant, math.inf)
+
+    def take_longest_steps(self) -> int:
+        """For how many steps those had waited at most who have got seats since the last call."""
+        longest, self._longest_steps = self._longest_steps, 0
+        return longest
+
+    def longest(self, step: int, counts: Callable[[str | None], bool]) -> tuple[int, Request] | None:
+        """Of each tenant's most urgent request, if its adapter counts, the one that has waited longest, and how many
+        steps. Looks at all requests."""
+        firsts = (min(account.waiting.values(), key=_urgency) for account in self._accounts.waiting())
+        waits = [(self._waited(request, step), request) for request in firsts if counts(request.adapter)]
+        return max(waits, key=lambda wait: wait[0], default=None)
+
+    def _waited(self, request: Request, step: int) -> int:
+        """For how many steps it has waited: since it came, or its tenant had a seat with its adapter last."""
+        came = (
+            request.came_step
+            if request.begun_s is None
+            else self._lines[request.adapter].sinces[request.account.tenant]
+        )
+        return step - came
 
     def stands_since(self, adapter: str | None, step: int) -> bool:
         """Whether a line is not empty and has not had a seat since that step or an earlier one."""

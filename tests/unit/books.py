@@ -49,7 +49,10 @@ def _check_lines(scheduler: Scheduler, residency: Residency) -> None:
     )
     sinces = [line.since for line in lines.values()]
     assert sinces == sorted(sinces), "the one that has not had a seat for longest comes first"
+    favoured = scheduler._waiting.favoured
+    assert favoured is None or favoured in waiting
     for line in lines.values():
+        assert line.sinces.keys() == line.queues.keys()
         turns = [(queue[0].account.counter, queue[0].urgency) for queue in line.queues.values()]
         head = line.head()
         assert (head.account.counter, head.urgency) == min(turns)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from stencilpress.engine.starved import EVERY_STEPS, STARVED_STEPS
 from tests.unit.simulator import Client, Engine, code, make_engine
 from tests.unit.virtual_device import VOCAB
 
@@ -149,6 +150,44 @@ def test_a_shared_adapter_does_not_starve_beside_its_tenants_own_that_are_always
         engine.step()
         assert engine.steps < 100 + 24 * (4 * len(own) + 2), "as many of both as came before it, and two more"
     engine.run_until_idle()
+
+
+@pytest.mark.parametrize("adapter", ["A", "B"])
+@pytest.mark.parametrize("room", [{}, {"adapter_pages": 4}, {"pages": 18}])
+def test_an_adapter_does_not_starve_though_its_tenant_has_had_most_by_the_base(
+    adapter: str, room: dict[str, int]
+) -> None:
+    """Which runs beside the adapters that another tenant has the slot for, one after another; ``B`` is one of these."""
+    needs = dict.fromkeys("ABC", 2)
+    engine = make_engine(needs=needs, max_num_seqs=8, max_loras=1, patience_steps=8, quick=True, **room)
+    rng = random.Random(1)
+    patient = None
+    sent = 0
+    busy: dict[int, int] = {}
+    while patient is None or not patient.text:
+        for nth, (tenant, own) in enumerate(((1, None), (1, None), (2, "B"), (2, "C"))):
+            if nth not in busy.values():
+                sent += 1
+                busy[sent] = nth
+                engine.submit((1, sent), [1] * rng.randint(1, 12), rng.randint(1, 4), own, tenant=tenant)
+        if engine.steps == 100:
+            patient = engine.submit((2, 1), [1], 1, adapter, tenant=1)
+        engine.step()
+        busy = {id_: nth for id_, nth in busy.items() if (1, id_) in engine.live}
+        assert engine.steps < 100 + STARVED_STEPS + 2 * EVERY_STEPS
+    engine.run_until_idle()
+
+
+def test_waits_that_all_have_make_nobody_starve() -> None:
+    """A thousand requests of one tenant at once: their order is what it was."""
+    engine = make_engine(needs=dict.fromkeys("ABC", 2), max_num_seqs=1, max_loras=1, max_waiting=1000, quick=True)
+    clients = [engine.submit((1, i), [1], 12, "ABC"[i % 3]) for i in range(600)]
+    favoured = set()
+    while not engine.scheduler.idle:
+        engine.step()
+        favoured.add(engine.scheduler._waiting.favoured)
+    assert favoured == {None}
+    assert all(client.text for client in clients)
 
 
 @pytest.mark.parametrize("room", [{"pages": 300}, {"pages": 300, "adapter_pages": 11}, {"pages": 240}])
