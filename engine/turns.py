@@ -172,8 +172,9 @@ class Turns:
             digests = (digest for _, digest in self._residency.ready_wants() if digest not in granted)
             some = dict.fromkeys(islice(digests, OUTSIDERS))
             starved = self._starved.head()
-            if starved is not None and starved.adapter and self._residency.ready(starved.adapter):
-                some.update({} if starved.adapter in granted else {starved.adapter: None})
+            adapter = starved.adapter if starved is not None else None
+            if adapter is not None and adapter not in granted and self._residency.ready(adapter):
+                some[adapter] = None  # however far behind its want is
             heads = (self._waiting.head(digest) for digest in some)
             self._outsiders = sorted((head for head in heads if head is not None), key=self._turn)
         return self._outsiders
