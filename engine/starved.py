@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stencilpress.engine.request import Request
 from stencilpress.engine.residency import Residency
 from stencilpress.engine.waiting import Waiting
@@ -30,16 +32,18 @@ class Starved:
         if step % EVERY_STEPS:
             return
         self._usual_steps = max(self._waiting.take_longest_steps(), self._usual_steps / 2)
-        if self._waiting.favoured is not None:
-            return
-        found = self._waiting.longest(step, self._at_hand)
-        if found is not None and found[0] >= STARVED_STEPS + 2 * self._usual_steps:
-            self._waiting.favoured = found[1]
+        if self.head() is None:  # one that is being read from disk gives way to another that can run
+            least = STARVED_STEPS + 2 * self._usual_steps
+            self._waiting.favoured = self._find(step, least, self._at_hand) or self._find(step, least, lambda _: True)
 
     def head(self) -> Request | None:
         """The favoured request; None while its adapter is being read from disk, since nobody can make that faster."""
         request = self._waiting.favoured
         return request if request is not None and self._at_hand(request.adapter) else None
+
+    def _find(self, step: int, least_steps: float, counts: Callable[[str | None], bool]) -> Request | None:
+        found = self._waiting.longest(step, counts)
+        return found[1] if found is not None and found[0] >= least_steps else None
 
     def _at_hand(self, adapter: str | None) -> bool:
         return adapter is None or self._residency.at_hand(adapter)

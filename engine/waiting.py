@@ -140,10 +140,14 @@ class Waiting:
         return longest
 
     def longest(self, step: int, counts: Callable[[str | None], bool]) -> tuple[int, Request] | None:
-        """Of each tenant's most urgent request, if its adapter counts, the one that has waited longest, and how many
-        steps. Looks at all requests."""
-        firsts = (min(account.waiting.values(), key=_urgency) for account in self._accounts.waiting())
-        waits = [(self._waited(request, step), request) for request in firsts if counts(request.adapter)]
+        """Of each tenant's most urgent request whose adapter counts the one that has waited longest, and how long.
+        Looks at all requests."""
+        waits = []
+        for account in self._accounts.waiting():
+            some = (request for request in account.waiting.values() if counts(request.adapter))
+            request = min(some, key=_urgency, default=None)
+            if request is not None:
+                waits.append((self._waited(request, step), request))
         return max(waits, key=lambda wait: wait[0], default=None)
 
     def _waited(self, request: Request, step: int) -> int:

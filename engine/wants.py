@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stencilpress.engine.residency import Residency
+from stencilpress.engine.seats import NEXT
 from stencilpress.engine.waiting import Waiting
 
 REFRESHED = 4
@@ -27,7 +28,8 @@ class Wants:
         if head is None:
             self._residency.unwant(adapter)
         else:
-            self._residency.want(adapter, head.order, head.tenant)
+            order = NEXT if head is self._waiting.favoured else head.order
+            self._residency.want(adapter, order, head.tenant)
 
     def refresh(self) -> None:
         """Renew the next few, in turn."""

@@ -153,7 +153,7 @@ def test_a_shared_adapter_does_not_starve_beside_its_tenants_own_that_are_always
 
 
 @pytest.mark.parametrize("adapter", ["A", "B"])
-@pytest.mark.parametrize("room", [{}, {"adapter_pages": 4}, {"pages": 18}])
+@pytest.mark.parametrize("room", [{}, {"adapter_pages": 4}, {"pages": 18}, {"adapter_pages": 2, "cpu_loras": 1}])
 def test_an_adapter_does_not_starve_though_its_tenant_has_had_most_by_the_base(
     adapter: str, room: dict[str, int]
 ) -> None:
@@ -175,6 +175,38 @@ def test_an_adapter_does_not_starve_though_its_tenant_has_had_most_by_the_base(
         engine.step()
         busy = {id_: nth for id_, nth in busy.items() if (1, id_) in engine.live}
         assert engine.steps < 100 + STARVED_STEPS + 2 * EVERY_STEPS
+    engine.run_until_idle()
+
+
+def test_a_starved_requests_adapter_is_read_and_kept_though_host_memory_is_small() -> None:
+    """Two images fit; those of tenants who have had less would always push it out again."""
+    engine = make_engine(
+        pages=45,
+        needs={**dict.fromkeys("ACEFH", 9), "B": 1},
+        adapter_pages=9,
+        cpu_loras=2,
+        max_num_seqs=3,
+        patience_steps=8,
+        quick=True,
+    )
+    uses: list[tuple[int, str | None]] = [(0, "E"), (0, "H"), (2, "C"), (3, "F"), (3, "A"), (1, None)]
+    uses += [(1, adapter) for adapter in "CEHFA"]
+    rng = random.Random(1)
+    patient = None
+    sent = 0
+    busy: dict[int, int] = {}
+    while patient is None or not patient.text:
+        for nth, (tenant, own) in enumerate(uses):
+            if nth not in busy.values():
+                sent += 1
+                busy[sent] = nth
+                weight = (0.5, 1.0, 2.0, 2.0)[tenant]
+                engine.submit((1, sent), [1] * 6, rng.randint(1, 12), own, tenant=tenant, weight=weight)
+        if engine.steps == 150:
+            patient = engine.submit((2, 1), [1], 1, "B", tenant=1)
+        engine.step(load_speed=1)
+        busy = {id_: nth for id_, nth in busy.items() if (1, id_) in engine.live}
+        assert engine.steps < 150 + STARVED_STEPS + (len(uses) + 2) * EVERY_STEPS
     engine.run_until_idle()
 
 
