@@ -172,7 +172,7 @@ class DecodeGraphs:
         return (min(reach, self._max_model_len) for reach in reaches.values())
 
     def _common(self, size: int) -> Iterator[Variant]:
-        """Without adapters, with ones of one item a row at any length, and of more at short lengths."""
+        """Without adapters, with ones of fewest items a row at any length, and of more at short lengths."""
         for reach in self._reaches(size):
             yield self._variant(size, reach, None)
             factors = self._single_factors[size]

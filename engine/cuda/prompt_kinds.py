@@ -21,7 +21,7 @@ MOST_PROMPTS = 32
 BLOCK_ROWS, WIDE_RANKS = 64, 64
 """Of blocks of many rows: rows, and rank slices of an item where ranks are higher than a single row's."""
 ITEMS = (32, 64, 128, 256, 384, 512, 768, 1024)
-"""Room for items of single rows: programs without any cost time, the more so the more there are."""
+"""Room for items of single rows. In Triton programs without any cost time, the more so the more there are."""
 BLOCKS = (15, 32, 64)
 """Room for blocks of many rows. Fewer than sixteen are cut finer, to fill the device."""
 COVERING_ATTENTION, COVERING_ALL = (64, 128, 256, 384, 512, 768, 1024, 2048), (256, 512, 1024, 2048)
@@ -78,7 +78,8 @@ class Kinds:
         self.factors = item_factors(max_rank, WIDE_RANKS)
         self._sequences = sequences
         self._most_items = _at_least(ITEMS, sequences * -(-max_rank // RANKS)) or ITEMS[-1]
-        self._items = (self._most_items,) if items_are_free else ITEMS
+        # prompts of a few rows each may have more items than decodes: further rooms are for those steps
+        self._items = tuple(n for n in ITEMS if n >= self._most_items) if items_are_free else ITEMS
         self._some_items = _at_least(self._items, sequences) or ITEMS[-1]
         self._splits = splits
 

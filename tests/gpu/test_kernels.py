@@ -110,22 +110,39 @@ def test_decodes_in_cuda(shape: Shape) -> None:
 
 @hopper_only
 def test_shares_that_the_base_is_added_to() -> None:
-    """They replace what was there; rows and projections without a share are zero."""
-    shape = Shape(4096, (4096, 1024, 1024))
-    builder = PoolBuilder([shape], 1, 1 << 25, torch.bfloat16, seed=7, device="cuda")
-    adapters = [builder.add([rank], [mask]) for rank, mask in ((8, 7), (40, 5), (16, 2))]
+    """They replace what was there; rows and projections without a share are zero. Ranks differ from group to group, so
+    that some items have no slice in one of them."""
+    shapes = [Shape(4096, (4096, 1024, 1024)), Shape(4096, (4096,))]
+    builder = PoolBuilder(shapes, 1, 1 << 25, torch.bfloat16, seed=7, device="cuda")
+    adapters = [builder.add(ranks, masks) for ranks, masks in (([8, 40], [7, 1]), ([40, 8], [5, 1]), ([16, 1], [2, 0]))]
     rows: Rows = [(0, 3, None), *((3 + i, 1, adapters[i % 3]) for i in range(60)), (63, 500, None)]
-    plan, group = plan_work(_segments(rows), Tile(1, 16)), GroupShape(shape.inputs, shape.outputs)
-    work = SgmvWork.allocate(plan.tile, len(plan.blocks_B4) + 5, len(plan.items_W4) + 9, 1, torch.device("cuda"))
+    plan = plan_work(_segments(rows), Tile(1, 16))
+    work = SgmvWork.allocate(plan.tile, len(plan.blocks_B4) + 5, len(plan.items_W4) + 9, 2, torch.device("cuda"))
     work.load(plan)
     resolve(work, builder.pool)
-    x = torch.randn(563, shape.inputs, device="cuda").bfloat16()
-    y = torch.full((563, sum(shape.outputs)), torch.nan, dtype=torch.bfloat16, device="cuda")
-    assert cuda_sgmv.rows_serve(y, x, work, group)
-    want = expected(torch.zeros_like(y), x, rows, 0, shape)
+    for entry, shape in enumerate(shapes):
+        group = GroupShape(shape.inputs, shape.outputs)
+        x = torch.randn(563, shape.inputs, device="cuda").bfloat16()
+        y = torch.full((563, sum(shape.outputs)), torch.nan, dtype=torch.bfloat16, device="cuda")
+        assert cuda_sgmv.rows_serve(y, x, work, group)
+        want = expected(torch.zeros_like(y), x, rows, entry, shape)
+        cuda_sgmv.rows(y, x, builder.pool, work, entry, group, listed_rows(work, len(y)))
+        assert _relative(y, want) < TOLERANCE[torch.bfloat16]
+        assert torch.equal(y == 0, want == 0)
+        assert (work.mailboxes.words(1) == EMPTY).all()
+
+
+@hopper_only
+def test_a_list_of_nothing_leaves_zeros_to_add_to() -> None:
+    shape = Shape(4096, (4096, 1024, 1024))
+    builder = PoolBuilder([shape], 1, 1 << 24, torch.bfloat16, seed=12, device="cuda")
+    work = SgmvWork.allocate(Tile(1, 16), 64, 64, 1, torch.device("cuda"))
+    resolve(work, builder.pool)
+    x = torch.randn(64, shape.inputs, device="cuda").bfloat16()
+    y = torch.full((64, sum(shape.outputs)), torch.nan, dtype=torch.bfloat16, device="cuda")
+    group = GroupShape(shape.inputs, shape.outputs)
     cuda_sgmv.rows(y, x, builder.pool, work, 0, group, listed_rows(work, len(y)))
-    assert _relative(y, want) < TOLERANCE[torch.bfloat16]
-    assert torch.equal(y == 0, want == 0)
+    assert (y == 0).all()
 
 
 @hopper_only

@@ -19,9 +19,11 @@ from tests.unit.test_cuda_rows import NO_TABLE
 SEATS, PAGES, PAGE_TOKENS = 256, 160, 16
 
 
-def _kinds(max_rank: int = 64, max_tokens: int = 8192, *, items_are_free: bool = False) -> Kinds:
+def _kinds(
+    max_rank: int = 64, max_tokens: int = 8192, *, sequences: int = SEATS, items_are_free: bool = False
+) -> Kinds:
     return Kinds(
-        sequences=SEATS,
+        sequences=sequences,
         max_tokens=max_tokens,
         max_rank=max_rank,
         splits=lambda *_: 3,
@@ -87,6 +89,13 @@ def test_one_room_for_items_serves_all_steps_where_it_costs_nothing() -> None:
     kinds = _kinds(items_are_free=True)
     found = {_kind(kinds, *[(1, 40, 64, 1)] * n, (300, 0, 0, 0)) for n in (1, 9, 20)}
     assert found == {Kind(320, SEATS, 1, ATTENTION_GROUPS, items=4 * SEATS)}
+
+
+@pytest.mark.parametrize("items_are_free", [False, True])
+def test_prompts_of_a_few_rows_each_may_have_more_items_than_there_are_sequences(*, items_are_free: bool) -> None:
+    kinds = _kinds(max_rank=16, sequences=64, items_are_free=items_are_free)
+    decodes, tails = [(1, 40, 16, 1)] * 32, [(7, 64, 16, 1)] * MOST_PROMPTS
+    assert _kind(kinds, *decodes, *tails) == Kind(256, 64, 1, ATTENTION_GROUPS, items=256)
 
 
 @pytest.mark.parametrize("items_are_free", [False, True])
