@@ -173,7 +173,8 @@ __device__ __forceinline__ void ask(const Rows &a, Task &t) {
         t.row = load_eight(a.x + (long long)t.of_row * a.x_stride + i, inside);
         return;
     }
-    if (t.last() && !a.listed) t.row = load_eight(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + i, inside);
+    if (t.last() && !a.listed)
+        t.row = load_eight(a.y + (long long)t.of_row * a.y_stride + column_of(a.group, t.u.p) + i, inside);
     if (threadIdx.x < LANES && threadIdx.x * 4 < a.parts * SLICES)
         t.sums = look(sums_for(a, t.u, t.item) + threadIdx.x * 4);
 }

@@ -296,15 +296,20 @@ def test_a_pool_too_small_for_all_answers_is_not_thrashed() -> None:
     assert engine.scheduler.stats(0).preemptions < 30
 
 
+def make_cautious(engine: Engine, *, requests: int, prompt_tokens: int, max_tokens: int) -> None:
+    """By preemptions, of requests that are gone then."""
+    for i in range(requests):
+        engine.submit((1, i), [1 + i] * prompt_tokens, max_tokens)
+    while engine.scheduler.stats(0).preemptions < 4:
+        engine.step()
+    for i in range(requests):
+        engine.scheduler.abort((1, i))
+
+
 def test_once_answers_end_early_newcomers_need_not_leave_room_for_all_of_them() -> None:
     """Preemptions made it cautious; whole answers make it bold again, and requests that are gone owe nothing."""
     engine = make_engine(pages=34, needs={}, max_model_len=64)
-    for i in range(8):
-        engine.submit((1, i), [1 + i] * 4, 60)
-    while engine.scheduler.stats(0).preemptions < 4:
-        engine.step()
-    for i in range(8):
-        engine.scheduler.abort((1, i))
+    make_cautious(engine, requests=8, prompt_tokens=4, max_tokens=60)
     for i in range(300):
         engine.submit((2, i), [1 + i % (VOCAB - 1)] * 4, 1)
         engine.run_until_idle()
@@ -318,12 +323,7 @@ def test_once_answers_end_early_newcomers_need_not_leave_room_for_all_of_them() 
 
 def test_who_is_alone_has_all_pages_however_cautious_the_engine_is() -> None:
     engine = make_engine(pages=16, needs={}, max_model_len=64)
-    for i in range(12):
-        engine.submit((1, i), [1 + i] * 5, 35)
-    while engine.scheduler.stats(0).preemptions < 4:
-        engine.step()
-    for i in range(12):
-        engine.scheduler.abort((1, i))
+    make_cautious(engine, requests=12, prompt_tokens=5, max_tokens=35)
     large = engine.submit((2, 1), [9] * 5, 59)
     engine.run_until_idle()
     assert large.text == large.expected
