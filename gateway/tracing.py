@@ -61,7 +61,7 @@ class Tracing:
         """A request has come; its log lines carry the trace's id from here on. ``headers`` know no case."""
         from opentelemetry.trace import SpanKind, format_trace_id
 
-        began_ns = time.time_ns()
+        began_ns = time.time_ns() - _since_arrival_ns(observed)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         span = self._tracer.start_span(name, context=self._extract(carrier), kind=SpanKind.SERVER, start_time=began_ns)
         observed.trace_id = format_trace_id(span.get_span_context().trace_id)
@@ -77,7 +77,7 @@ class Tracing:
             span.add_event("first_token", timestamp=active.began_ns + int(observed.time_to_first_token_s * 1e9))
         if observed.failed:
             span.set_status(StatusCode.ERROR)
-        span.end()
+        span.end(end_time=active.began_ns + _since_arrival_ns(observed))
 
     async def close(self) -> None:
         """Send what is left, within a second."""
@@ -94,6 +94,11 @@ def tracing(settings: GatewaySettings) -> Tracing | None:
     if not endpoint.startswith(("http://", "https://")):
         raise SettingsError(f"STENCILPRESS_OTLP_ENDPOINT: {endpoint!r} is no URL such as http://collector:4318")
     return Tracing(endpoint, settings.trace_ratio, settings.gateway)
+
+
+def _since_arrival_ns(observed: Observation) -> int:
+    """All times of a span are told by this clock, as that of the first token is: the wall's may be set meanwhile."""
+    return int((time.perf_counter() - observed.arrived_at) * 1e9)
 
 
 def _attributes(observed: Observation) -> dict[str, Any]:

@@ -37,6 +37,7 @@ ENROLLED = 10_000
 SLACK_BYTES = 2 << 20
 """More than an engine's memory varies by from one moment to another, and 200 bytes for each adapter: no more than a
 digest in a dict takes."""
+MOMENTS = 10
 CROWD = (
     """INSERT INTO adapters (tenant_id, name, created_at)
     WITH RECURSIVE numbers (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM numbers WHERE i < :missing)
@@ -65,6 +66,15 @@ class Cost(NamedTuple):
         anonymous = re.search(r"RssAnon:\s+(\d+) kB", status)
         assert anonymous is not None
         return cls(int(anonymous[1]) << 10, process.num_threads(), process.num_fds())
+
+    @classmethod
+    def least(cls, process: psutil.Process, press: Press) -> Cost:
+        """Of several requests' times: what is held for good is held at all of them."""
+        costs = []
+        for _ in range(MOMENTS):
+            ask(press, "helper")
+            costs.append(cls.of(process))
+        return min(costs)
 
     def check(self, before: Cost) -> None:
         """It must be what it was before, but for :data:`SLACK_BYTES`."""
@@ -133,14 +143,15 @@ def test_enrolled_adapters_cost_an_engine_nothing_until_one_is_used(
         press = Press(url[0], cli("key", "create", "demo", "--role", "operator").stdout.strip())
         cli("adapter", "add", adapters / "helper", "--tenant", "demo", "--name", "helper")
         said = ask(press, "helper")
-        one, with_few = holdings(press, 1), Cost.of(engine_process(data))
+        Cost.least(engine_process(data), press)  # the first requests bring in what any engine has for good
+        one, with_few = holdings(press, 1), Cost.least(engine_process(data), press)
 
         lay_folders(DataFolder(data), asyncio.run(enrol_crowd(DataFolder(data))))
         names = {model["id"] for model in press.ask_again("GET", "/v1/models")["data"]}
         assert sum(name.startswith("crowd-") for name in names) == ENROLLED - 1
         assert ask(press, "helper") == said
         assert holdings(press, 1)["pages_adapter"] == one["pages_adapter"]
-        Cost.of(engine_process(data)).check(with_few)
+        Cost.least(engine_process(data), press).check(with_few)
 
         engine_process(data).kill()  # the next one starts, and is connected to, with all of them enrolled
         press.until(lambda engine: engine["up"] and engine["generation"] == one["generation"] + 1)
@@ -148,7 +159,7 @@ def test_enrolled_adapters_cost_an_engine_nothing_until_one_is_used(
         assert (none["pages_free"], none["adapter_host_bytes"]) == (none["pages_total"], 0)
         assert ask(press, "helper") == said
         assert holdings(press, 1)["adapter_host_bytes"] == one["adapter_host_bytes"]
-        Cost.of(engine_process(data)).check(with_few)
+        Cost.least(engine_process(data), press).check(with_few)
 
 
 async def test_a_gateway_tells_its_engine_of_no_adapter_but_the_one_that_is_asked_for(tmp_path: Path) -> None:
