@@ -324,9 +324,10 @@ class Residency:
     def _place(self, adapter: Adapter, arrival: int) -> bool:
         """Order a placement if there is room. False if there is none for a tenant over its share."""
         tenant, needs = adapter.tenant, adapter.needs
-        made = self._evictor.make_adapter_room(adapter, arrival, over=self._room.exceeds(tenant, needs))
-        if not made and self._room.exceeds(tenant, needs):
-            if self._own_room_comes(tenant):
+        over = self._room.exceeds(tenant, needs)
+        made = self._evictor.make_adapter_room(adapter, arrival, over=over)
+        if over and not made:
+            if self._room.exceeds(tenant, needs) and self._own_room_comes(tenant):
                 self._squeezed.pop(adapter.digest, None)
                 return False
             made = self._evictor.make_adapter_room(adapter, arrival, over=False)

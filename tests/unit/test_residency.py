@@ -427,6 +427,18 @@ def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
     assert not library.residency.ready("theirs")
 
 
+def test_a_tenant_that_comes_below_its_share_while_room_is_made_gets_all_of_it() -> None:
+    """It holds more than its share, so those within theirs are spared; then its own go, and nobody exceeds any more."""
+    library = Library(pages=8)
+    for digest, tenant, library.needs in (("own", 2, 3), ("a", 1, 4), ("b", 1, 1)):
+        library.use(digest, 1, tenant=tenant)
+    library.needs = 8
+    library.residency.want("large", 9, tenant=2)
+    for order in library.pump():
+        library.carry_out(order)
+    assert isinstance(library.pump()[-1], PlaceOrder), "at once: an idle engine sleeps before the next turn"
+
+
 def test_another_tenants_cold_read_does_not_queue_behind_a_flood() -> None:
     library = Library(pages=100, max_cpu_loras=100)
     for arrival in range(50):
