@@ -5,6 +5,7 @@ host memory, or in files that the system has cached. ``mix``: as ``warm``, with 
 run with room for all adapters (``resident``). ``first-use``: one adapter on an idle engine from host memory to the
 pool, as the stream of the copies has it and as whoever waits does, and from a file that the system has cached.
 ``itl-p99``: gaps between the tokens of running streams while adapters are read and placed, over those without.
+``room-8``: first-token times of sixteen adapters on room for eight (churn_room).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import torch
 
+from bench.churn_room import first_tokens
 from bench.gpu_cases import (
     MIX,
     PROBES,
@@ -56,7 +58,7 @@ RESIDENT_GOAL = 0.95
 STAGE_LIMIT = 1.3
 """Of a load's slowest stage, the most that the whole may take."""
 FIRST_USES = 30
-CASES = ("warm", "mix", "cold", "first-use", "itl-p99")
+CASES = ("warm", "mix", "cold", "first-use", "itl-p99", "room-8")
 GOALS = {"warm": 9500, "cold": 8000, "first-use": 0.7, "itl-p99": 1.2}
 VLLM = {"warm": 3599, "cold": 2050, "first-use": 61, "first-use-host": 61}
 
@@ -373,6 +375,8 @@ def ours(bench: Bench, kinds: list[AdapterKind], chosen: Sequence[str]) -> list[
                 results.append(churn(bench, engine, "cold", lambda: engine.use(make_loader, ADAPTERS)))
             if "itl-p99" in chosen:
                 results.append(gaps(bench, engine, folder))
+    if "room-8" in chosen:
+        results += first_tokens(bench, engine, images)
     engine.close()
     return results
 

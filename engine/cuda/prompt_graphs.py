@@ -3,7 +3,7 @@ device.
 
 Rows of a graph that a step does not use are nobody's, as in ``graphs``, and so are decodes, pieces of prompts and items
 of work lists: a graph has room for a number of each (``prompt_kinds``), what a step has of them is data. A step whose
-own kind has no graph is served by one that has more room; when it has occurred a few times, it gets its own.
+own kind has no graph is served by one that has more room; when that has cost what a capture costs, it gets its own.
 """
 
 # T rows, D decodes, N rows that are drawn from, X hidden size, V vocabulary, S sequences, P pages
@@ -31,6 +31,7 @@ from stencilpress.engine.cuda.prompt_kinds import (
     Kinds,
     Plans,
     best,
+    lacking,
 )
 from stencilpress.engine.cuda.rows import StepRows
 from stencilpress.engine.limits import Limits
@@ -42,7 +43,8 @@ from stencilpress.kernels.sgmv.cuda_sgmv import room_is_free
 from stencilpress.kernels.sgmv.triton_work import SgmvWork, Tile, list_words
 
 CAPTURED_AT = 8
-"""A kind without a graph gets one when it occurs for this time: a capture costs about as much as four steps."""
+"""A kind without a graph gets one when it has occurred so often, less often if many rows were idle meanwhile: a capture
+costs about as much as four steps, or 1,100 idle rows."""
 CAPTURES_APART = 16
 """Steps between two captures, each of which holds the others up."""
 MOST_GRAPHS = 128
@@ -114,8 +116,7 @@ class PromptGraphs:
         wanted = self._kinds.of(rows, plans)
         if wanted is None:
             return None
-        self._learn(wanted)
-        kind = wanted if self._memory is None else best(list(self._graphs), wanted)
+        kind = wanted if self._memory is None else self._serving(wanted)
         return None if kind is None else self._run(rows, plans, kind)
 
     def compile(self) -> None:
@@ -154,16 +155,19 @@ class PromptGraphs:
         x_TX, residual_TX = self._x_TX[: kind.rows], self._residual_TX[: kind.rows]
         return drawn_logits(self._decoder, x_TX, residual_TX, draw_rows), draw_seats
 
-    def _learn(self, wanted: Kind) -> None:
-        """Give a kind that keeps coming a graph of its own."""
+    def _serving(self, wanted: Kind) -> Kind | None:
+        """The kind whose graph serves a step. One that keeps coming, or wastes much of another's, gets its own."""
         self._since_capture += 1
-        if wanted in self._graphs or self._memory is None:
-            return
-        self._missed[wanted] += 1
+        found = best(list(self._graphs), wanted)
+        if found == wanted:
+            return wanted
+        self._missed[wanted] += 1 if found is None else lacking(wanted, found)
         often = self._missed[wanted] >= CAPTURED_AT and self._since_capture >= CAPTURES_APART
-        if often and len(self._graphs) < MOST_GRAPHS:
-            self._capture(wanted)
-            self._since_capture = 0
+        if not often or len(self._graphs) >= MOST_GRAPHS:
+            return found
+        self._capture(wanted)
+        self._since_capture = 0
+        return wanted
 
     # A step's numbers
 

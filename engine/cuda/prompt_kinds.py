@@ -24,8 +24,11 @@ ITEMS = (32, 64, 128, 256, 384, 512, 768, 1024)
 """Room for items of single rows. In Triton programs without any cost time, the more so the more there are."""
 BLOCKS = (15, 32, 64)
 """Room for blocks of many rows. Fewer than sixteen are cut finer, to fill the device."""
-COVERING_ATTENTION, COVERING_ALL = (64, 128, 256, 384, 512, 768, 1024, 2048), (256, 512, 1024, 2048)
+COVERING_ATTENTION = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
+COVERING_ALL = (256, 512, 1024, 1536, 2048)
 """Rows of graphs that have room for more adapters than most steps have, by the groups that these change."""
+IDLE_ROWS = 128
+"""Steps that leave so many rows of a graph idle, 20 us each, are worth a graph of their own twice as soon."""
 
 
 class Kind(NamedTuple):
@@ -136,6 +139,11 @@ class Kinds:
 
     def _room(self, size: int) -> int:
         return min(size, self._sequences)
+
+
+def lacking(wanted: Kind, served: Kind) -> int:
+    """What a step that another kind's graph has served counts for towards a graph of its own."""
+    return 1 + (served.rows - wanted.rows) // IDLE_ROWS
 
 
 def best(kinds: Sequence[Kind], wanted: Kind) -> Kind | None:

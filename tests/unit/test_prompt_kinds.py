@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
 pytest.importorskip("triton")
 
-from stencilpress.engine.cuda.prompt_kinds import ITEMS, LADDER, MOST_PROMPTS, Kind, Kinds, best
+from stencilpress.engine.cuda.prompt_kinds import BLOCKS, ITEMS, LADDER, MOST_PROMPTS, Kind, Kinds, best, lacking
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.messages import Sampling
 from stencilpress.engine.model.triton_llama import ALL_GROUPS, ATTENTION_GROUPS
@@ -96,6 +97,20 @@ def test_prompts_of_a_few_rows_each_may_have_more_items_than_there_are_sequences
     kinds = _kinds(max_rank=16, sequences=64, items_are_free=items_are_free)
     decodes, tails = [(1, 40, 16, 1)] * 32, [(7, 64, 16, 1)] * MOST_PROMPTS
     assert _kind(kinds, *decodes, *tails) == Kind(256, 64, 1, ATTENTION_GROUPS, items=256)
+
+
+def test_idle_rows_bring_a_graph_sooner() -> None:
+    wanted = Kind(576, SEATS, 1)
+    assert lacking(wanted, Kind(640, SEATS, 1, ATTENTION_GROUPS, 32)) == 1
+    assert lacking(wanted, Kind(1024, SEATS, 1)) == 1 + 448 // 128
+
+
+def test_few_rows_of_what_is_captured_at_first_are_idle() -> None:
+    common = list(_kinds(items_are_free=True).common())
+    for size, groups in product(LADDER, (ATTENTION_GROUPS, ALL_GROUPS)):
+        found = best(common, Kind(size, min(size, SEATS), 1, groups, 4 * SEATS, BLOCKS[-1]))
+        assert found is not None
+        assert found.rows - size <= 512
 
 
 @pytest.mark.parametrize("items_are_free", [False, True])
