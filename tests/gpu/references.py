@@ -18,8 +18,10 @@ class Reference:
     Parameters alone are rounded: the rotary frequencies are a buffer, which the libraries keep in float32.
     """
 
+    dtypes = torch.float32, torch.bfloat16
+
     def __init__(self, model_dir: Path, adapter_dir: Path | None) -> None:
-        self._models = {dtype: _load(model_dir, adapter_dir, dtype) for dtype in (torch.float32, torch.bfloat16)}
+        self._models = {dtype: _load(model_dir, adapter_dir, dtype) for dtype in self.dtypes}
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], dtype: torch.dtype) -> Tensor:
@@ -45,11 +47,12 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def check_greedy(reference: Reference, prompt: list[int], text: list[int]) -> int:
-    """Fail unless each token is the reference's best, or the two logits are as close as bfloat16's error makes them.
-    Returns how many were ties: a random model has several, in transformers' own bfloat16 up to one in five tokens."""
-    logits = reference.logits([*prompt, *text], torch.float32)[len(prompt) - 1 : -1]
-    best = logits.max(-1).values
+    """Fail unless each token is the reference's best, or bfloat16 cannot tell the two apart: where each logit may be as
+    far off as the worst of transformers' own in bfloat16. Returns how many were ties: a random model has several, in
+    transformers' own bfloat16 up to one in five tokens, of 0.74 times that error at most in 5,120."""
+    whole = [*prompt, *text]
+    logits, rounded = (reference.logits(whole, dtype)[len(prompt) - 1 : -1] for dtype in reference.dtypes)
     chosen = logits[torch.arange(len(text)), torch.tensor(text, device=logits.device)]
-    gaps = best - chosen
-    assert float(gaps.max()) < 0.03 * float(logits.std()) + 0.03 * float(best.abs().max()), gaps.tolist()
+    gaps = logits.max(-1).values - chosen
+    assert float(gaps.max()) <= 2 * float((rounded - logits).abs().max()), gaps.tolist()
     return int((gaps > 0).sum())
