@@ -23,6 +23,8 @@ RANKS = (64, 32, 16, 8)
 LENGTHS = (8, 512)
 SEED, ALPHA, CV = 42, 1.0, 1.0
 OVERLOAD = 1.1
+REQUESTS = 1000
+"""Fewer are kinder: the time ends with the last answers, whose steps have few rows, and that is more of it."""
 GOAL = 0.97
 """Of five adapters' throughput, with two thousand."""
 
@@ -53,6 +55,12 @@ def make_trace(count: int, adapters: int, vocab_size: int) -> Trace:
 
 def kind_of(adapter: int) -> AdapterKind:
     return AdapterKind(f"slora-{adapter}", RANKS[adapter % len(RANKS)])
+
+
+def case_of(adapters: int, count: int) -> str:
+    """A case's name: adapters, and requests if they are not the usual number."""
+    name = f"n-{adapters}" if adapters else "base"
+    return name if count == REQUESTS else f"{name}-{count}-requests"
 
 
 def serve(engine: GpuEngine, trace: Trace, digests: list[str], rate: float) -> tuple[Run, float]:
@@ -88,9 +96,13 @@ def measure(bench: Bench, engine: GpuEngine, images: RandomImages, count: int, c
     fewest, most = results[1].value, results[-1]
     known = bench.known(goal=GOAL)
     ratio = bench.result(
-        f"n-{counts[-1]}", f"of_n_{counts[0]}", "", [most.value / fewest], floor=(most.floor or fewest) / fewest,
+        case_of(counts[-1], count),
+        f"of_n_{counts[0]}",
+        "",
+        [most.value / fewest],
+        floor=(most.floor or fewest) / fewest,
         settings={**known, "requests": count},
-    )  # fmt: skip
+    )
     print(
         f"{counts[-1]} adapters have {ratio.value:.3f} of {counts[0]}'s throughput {beside(known, None)}; reading "
         f"their weights leaves {ratio.floor:.3f} at most, if nothing else goes on meanwhile",
@@ -126,7 +138,7 @@ def measure_count(
         "ttft_mean_s": round(float(np.median(first_s)), 3),
         "adapter_gb_read_a_step": round(read_gb / run.steps, 2),
     }
-    case = f"n-{adapters}" if adapters else "base"
+    case = case_of(adapters, count)
     result = bench.result(case, "req_s", "req/s", samples, floor=limit, settings=settings)
     print(
         f"{case:8} {result.value:7.3f} req/s {result.spread} limit {limit} {settings}\n    {run.host_line}", flush=True
@@ -137,7 +149,7 @@ def measure_count(
 def main(arguments: list[str]) -> int:
     """Measure all numbers of adapters in one engine."""
     parser = gpu_parser("slora")
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--adapters", type=int, nargs="+", default=COUNTS, help="numbers of adapters, ascending")
     options = parser.parse_args(arguments)
     bench = gpu_bench("slora", options)
