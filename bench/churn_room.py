@@ -31,11 +31,16 @@ def first_tokens(bench: Bench, engine: GpuEngine, images: RandomImages) -> list[
     for rate in RATES:
         eight, sixteen = (_median(bench, engine, images, digests[:n], rate, room_bytes) for n in (ROOM, ADAPTERS))
         known = bench.known(goal=GOAL)
-        ratio = bench.result(sixteen.case, "of_8_on_8", "", [sixteen.value / eight.value], settings=known)
-        results += [eight, sixteen, ratio]
-        line = f"{sixteen.value:.1f} ms to the first token {sixteen.settings}, {ROOM} on {ROOM} {eight.value:.1f} ms"
-        print(f"{ratio.case} {line}, ratio {ratio.value:.2f} {beside(known, None)}", flush=True)
+        ratio = [sixteen.value / eight.value]
+        results += [eight, sixteen, bench.result(_case(ADAPTERS, rate), "of_8_on_8", "", ratio, settings=known)]
+        medians = f"{sixteen.value:.1f} ms to the first token, {ROOM} adapters {eight.value:.1f}"
+        tail = f"p99 {sixteen.settings['p99_ms']} ms, {sixteen.settings['placed']} placements"
+        print(f"{sixteen.case} {medians}, ratio {ratio[0]:.2f} {beside(known, None)} {tail}", flush=True)
     return results
+
+
+def _case(adapters: int, rate: float) -> str:
+    return f"{adapters}-on-{ROOM}-at-{rate:.0f}"
 
 
 def _median(
@@ -52,4 +57,4 @@ def _median(
         run = engine.serve(prompts(engine.spec, count, PROMPT, turn), adapters, NEW, arrivals_s=arrivals)
         samples = [(times[0] - arrivals[i]) * 1e3 for i, times in run.times_s.items()]
     settings = {"placed": engine.residency.loads, "p99_ms": round(percentile(samples, 0.99), 1)}
-    return bench.result(f"{len(digests)}-on-{ROOM}-at-{rate:.0f}", "ttft_ms", "ms", samples, settings=settings)
+    return bench.result(_case(len(digests), rate), "ttft_ms", "ms", samples, settings=settings)

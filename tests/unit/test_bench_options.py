@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench import churn, gateway, kernels, latency, start, throughput
+from bench import churn, churn_room, gateway, kernels, latency, start, throughput
 from bench.__main__ import BENCHES
 from bench.__main__ import main as run_bench
 from bench.gpu_base import Base, chosen_base
@@ -123,7 +123,7 @@ def _bench(base: Base, gpu: str) -> Bench:
 def _engine() -> Any:
     """Serves at once."""
 
-    def serve(prompts: list[list[int]], *_: Any) -> Run:
+    def serve(prompts: list[list[int]], *_: Any, **__: Any) -> Run:
         return Run(total_s=1.0, steps=1, times_s={i: [0.0, 1.0] for i in range(len(prompts))})
 
     return SimpleNamespace(
@@ -159,6 +159,19 @@ def test_another_model_or_gpu_has_neither_goals_nor_vllm(
         assert not {"goal", "vllm-0.26.0"} & figure.settings.keys()
         assert figure.settings["gpu"] == gpu
         assert (" llama3-8b" in figure.case) is (base is FOLDER)
+
+
+@pytest.mark.parametrize("base", [SHAPE, FOLDER])
+def test_cases_of_little_room_are_named_once_for_their_base(base: Base) -> None:
+    engine = _engine()
+    engine.use = engine.host = lambda *_: None
+    engine.residency.pages = lambda _: 2
+    engine.memory = SimpleNamespace(geometry=SimpleNamespace(page_bytes=1))
+    images: Any = SimpleNamespace(kinds=dict.fromkeys(map(str, range(20))))
+    figures = churn_room.first_tokens(_bench(base, H200), engine, images)
+    assert [figure.case for figure in figures] == [
+        base.case(name) for rate in (8, 12) for name in (f"8-on-8-at-{rate}", *[f"16-on-8-at-{rate}"] * 2)
+    ]
 
 
 @pytest.mark.parametrize(("gpu", "label"), [(H200, "h200"), (A100, "a100-sxm4-80gb")])
