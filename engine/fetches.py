@@ -29,7 +29,6 @@ class Fetches:
             arrival, digest, tenant = self._next()
             if not self.make_room(arrival, tenant):
                 return
-            checks.pop(digest, None)
             self._turns[tenant] = 1 + max(self._turns.values(), default=0)
             with self._adapters.changing(self._adapters[digest]) as adapter:
                 self.order(adapter)
@@ -37,7 +36,8 @@ class Fetches:
             self._turns.clear()
 
     def order(self, adapter: Adapter) -> None:
-        """Have an adapter read, in the middle of a change."""
+        """Have an adapter read, in the middle of a change. Who waits for it to be checked waits for this read."""
+        self._adapters.checks.pop(adapter.digest, None)
         self._host.begin()
         adapter.tier = Tier.FETCHING
         self._orders.append(FetchOrder(adapter.digest))

@@ -289,6 +289,27 @@ def test_a_check_reads_but_does_not_place() -> None:
     assert library.turn() == []
 
 
+def test_what_is_to_be_checked_and_comes_in_for_a_pin_is_read_once() -> None:
+    """The check found no room, since images that are read for checks alone are nobody's; the pin is of a tenant that
+    has an idle one."""
+    library = Library(max_cpu_loras=2, pages=20)
+    library.use("idle", 1, tenant=5)
+    library.residency.check("placed", 2)
+    library.turn()
+    library.residency.want("placed", 3, 5)
+    assert isinstance(library.pump()[0], PlaceOrder)
+    library.residency.want("pinned", 4, 5)
+    library.residency.check("pinned", 5)
+    library.residency.unwant("pinned")
+    library.residency.keep(1, ["pinned"], [])
+    orders = library.turn()
+    library.residency.completed(Placed("placed"))
+    orders += library.turn()
+    assert orders.count(FetchOrder("pinned")) == 1
+    assert library.residency.sound("pinned")
+    assert (library.residency.host.reading, library.residency.in_host, library.residency.in_hbm) == (0, 2, 3)
+
+
 def test_checks_and_wants_take_turns_by_arrival() -> None:
     library = Library(max_cpu_loras=100, pages=100)
     library.residency.check("checked", 3)
