@@ -30,6 +30,10 @@ from stencilpress.gateway.worker_process import WorkerError
 
 MAX_FETCHED_BYTES = 64 << 30
 """Of one version out of the cold tier: whatever the limits were when it came."""
+LEAVING_S = 0.02
+"""How often it is looked whether a blob that upkeep has claimed is gone."""
+LEAVING_LIMIT_S = 5.0
+"""So long the cold tier may take to say that it has it, which upkeep asks before. Then it is used unkept."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +74,19 @@ class AdapterDesk:
     async def using(self, digest: str, tenant_id: int) -> AsyncIterator[None]:
         """Keep a blob on this host while the block runs, fetched from the cold tier if it is not here.
 
-        Raises :class:`AdapterUnavailableError`.
+        One that is about to leave for the cold tier is fetched from there when it has gone, or kept if it stays. What
+        is nowhere is the engine's to complain about. Raises :class:`AdapterUnavailableError`.
         """
-        if digest and self.cold is not None and not self.blobs.folder(digest).exists():
-            await self._fetch_once(digest, tenant_id)
-        with self.leases.hold(digest):
-            yield
+        waited_s = 0.0
+        while True:
+            if digest and self.cold is not None and not self.blobs.folder(digest).exists():
+                await self._fetch_once(digest, tenant_id)
+            with self.leases.hold(digest) as kept:
+                if kept or self.cold is None or waited_s >= LEAVING_LIMIT_S:
+                    yield
+                    return
+            await asyncio.sleep(LEAVING_S)
+            waited_s += LEAVING_S
 
     async def keep_cold(self, digest: str) -> None:
         """Copy a new version to the cold tier; where that fails upkeep tries again."""

@@ -22,15 +22,17 @@ class Leases:
         self._held: dict[str, tuple[int, int | None]] = {}
 
     @contextmanager
-    def hold(self, digest: str) -> Iterator[None]:
-        """Keep a blob while the block runs; "" is the base. One that is not here is the engine's to complain about."""
+    def hold(self, digest: str) -> Iterator[bool]:
+        """Keep a blob while the block runs; "" is the base. False for one that is not here, or is being removed now: if
+        it comes back, the next one to ask for it keeps it, for those before as well."""
         if not digest:
-            yield
+            yield True
             return
-        count, lock = self._held.get(digest) or (0, self._lock(digest))
+        count, lock = self._held.get(digest, (0, None))
+        lock = self._lock(digest) if lock is None else lock
         self._held[digest] = (count + 1, lock)
         try:
-            yield
+            yield lock is not None
         finally:
             count, lock = self._held[digest]
             if count > 1:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -360,6 +361,60 @@ async def test_upkeep_fills_and_clears_the_cold_tier_and_makes_room(
     assert await collect_cold_garbage(db, cold) == 1
     assert not half.exists()
     assert await cold.digests(whole=False) == {first, second}
+
+
+class _SlowStore(ColdTier):
+    """Says that it has everything, when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.answers = asyncio.Event()
+
+    async def has(self, digest: str) -> bool:  # noqa: ARG002 - as its base has it
+        self.asked.set()
+        await self.answers.wait()
+        return True
+
+
+async def test_who_asks_for_a_blob_that_is_leaving_gets_it_from_the_cold_tier(
+    db: Database, folders: Desk, tmp_path: Path, tenant: Tenant, cold: ColdTier
+) -> None:
+    """Upkeep has claimed it and asks the store whether it may go: the request that comes then must not find it gone."""
+    home = open_desk(db, folders, tmp_path / "v1", cold)
+    digest = (await add(home, folders, tenant, 1)).version.digest
+    await home.keep_cold(digest)
+    slow = _SlowStore()
+    leaving = asyncio.create_task(make_room(home.blobs, slow, 1))
+    await slow.asked.wait()
+
+    async def use() -> set[str]:
+        async with home.using(digest, tenant.id):
+            await leaving
+            return blobs(home)
+
+    using = asyncio.create_task(use())
+    await asyncio.sleep(0.01)
+    slow.answers.set()
+    assert await using == {digest}
+    assert leaving.result() == 1
+
+
+async def test_a_blob_that_was_not_to_be_kept_is_kept_for_the_next_who_asks(
+    db: Database, desk: AdapterDesk, folders: Desk, tenant: Tenant
+) -> None:
+    """However many requests overlap with the one that came while upkeep looked at it."""
+    digest = (await add(desk, folders, tenant, 1)).version.digest
+    async with AsyncExitStack() as early:
+        with desk.blobs.claim(digest) as claimed:
+            assert claimed
+            await early.enter_async_context(desk.using(digest, tenant.id))
+        async with desk.using(digest, tenant.id):
+            with desk.blobs.claim(digest) as claimed:
+                assert not claimed
+        with desk.blobs.claim(digest) as claimed:
+            assert not claimed, "the first one still uses it"
+    with desk.blobs.claim(digest) as claimed:
+        assert claimed
 
 
 async def test_a_blob_that_is_nowhere_else_is_not_removed(
