@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import msgspec
@@ -160,14 +160,13 @@ class OpenAnswers:
 
         Raises :class:`RequestTimeoutError` when the request's time is over.
         """
-        limit_s = self._services.settings.request_limit_s
         try:
-            async with asyncio.timeout(limit_s - (time.perf_counter() - self.charge.meter.arrived_at)) as scope:
+            async with asyncio.timeout(_rest_of_request_s(self._services, self.charge.meter.arrived_at)) as scope:
                 await self._follow_all(consume)
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise RequestTimeoutError(f"The answer took longer than {limit_s:g} s.") from None
+            raise _took_too_long(self._services) from None
 
     async def _follow_all(self, consume: Consume) -> None:
         if len(self.each) == 1:
@@ -220,7 +219,7 @@ async def answers(
     """Reserve the quota and submit everything; at the end, however it comes, abort what still runs and settle.
 
     Raises :class:`RateLimitError` for a request that is over a limit, :class:`DeadlineExceededError` where fetching its
-    adapter took longer than it may wait.
+    adapter takes longer than it may wait, :class:`RequestTimeoutError` where it takes longer than a request may.
     """
     metrics, came_s = services.metrics, time.monotonic()
     with (
@@ -238,8 +237,8 @@ async def answers(
         )
         opened = OpenAnswers(services, charge, active)
         try:
-            first = generation.submits[0]
-            async with services.using(first.adapter, first.tenant):
+            async with AsyncExitStack() as kept:
+                await _bring_in(services, generation.submits[0], kept, came_s, arrived_at)
                 for index, submit in enumerate(generation.submits):
                     opened.each.append(await _submit(services, submit, index, generation.rules, came_s))
                 yield opened
@@ -275,6 +274,29 @@ def _count(services: Services, generation: Generation, each: Sequence[Answer], m
     observed = CURRENT.get()
     observed.model, observed.adapter = generation.model, generation.route.adapter
     observed.prompt_tokens, observed.completion_tokens = prompt_tokens, answer_tokens
+
+
+async def _bring_in(services: Services, submit: Submit, kept: AsyncExitStack, came_s: float, arrived_at: float) -> None:
+    """Have a request's adapter on this host, and keep it there until ``kept`` ends. A store that is slow, or answers
+    nothing, holds up nobody for longer than may be; what it sends is kept for the next request."""
+    rest_s = _rest_of_request_s(services, arrived_at)
+    wait_s = _in_time(submit, came_s).max_wait_ms / 1000 or rest_s
+    try:
+        async with asyncio.timeout(min(wait_s, rest_s)) as scope:
+            await kept.enter_async_context(services.using(submit.adapter, submit.tenant))
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise (_too_late() if wait_s < rest_s else _took_too_long(services)) from None
+
+
+def _rest_of_request_s(services: Services, arrived_at: float) -> float:
+    """How long the request may go on that came then."""
+    return services.settings.request_limit_s - (time.perf_counter() - arrived_at)
+
+
+def _took_too_long(services: Services) -> RequestTimeoutError:
+    return RequestTimeoutError(f"The answer took longer than {services.settings.request_limit_s:g} s.")
 
 
 async def _submit(services: Services, submit: Submit, index: int, rules: TextRules, came_s: float) -> Answer:

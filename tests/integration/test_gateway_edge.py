@@ -7,6 +7,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from openai import DefaultAsyncHttpxClient
 from stencilpress.engine.settings import SettingsError
 from stencilpress.gateway import server
 from stencilpress.gateway.api import generate
+from stencilpress.gateway.lifecycle.desk import AdapterDesk
 from stencilpress.gateway.server import Cors, keep_certificate, tls_context
 from stencilpress.gateway.settings import GatewaySettings
 from tests.fakes.engine import Options
@@ -117,6 +119,27 @@ async def test_an_answer_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         assert '"code":"request_timeout"' in last
         while len(gateway.engine.aborts) < 2:  # noqa: ASYNC110 - the event is in another thread
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"), [({"max_wait_ms": 50}, (503, "deadline_exceeded")), ({}, (504, "request_timeout"))]
+)
+async def test_an_adapter_that_does_not_come_from_its_store_holds_up_no_request_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, int], code: tuple[int, str]
+) -> None:
+    @asynccontextmanager
+    async def fetch_for_ever(_desk: AdapterDesk, _digest: str, _tenant_id: int) -> AsyncIterator[None]:
+        await asyncio.get_running_loop().create_future()
+        yield
+
+    monkeypatch.setattr(AdapterDesk, "using", fetch_for_ever)
+    settings = {"request_limit_s": 30.0 if asked else 1.0, "adapters_dir": str(tmp_path / "v1" / "adapters")}
+    async with running_gateway(tmp_path, PACED, **settings) as gateway:
+        body = {"model": "pirate", "prompt": "abc", "max_tokens": 5, **asked}
+        status, answer = await gateway.post("/v1/completions", body)
+        assert (status, answer["error"]["code"]) == code
+        assert gateway.engine.submits == []
+        assert (await gateway.post("/v1/completions", {**body, "model": "base"}))[0] == 200
 
 
 async def test_the_engine_is_told_how_long_a_request_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
