@@ -7,6 +7,7 @@ wrong with an adapter is its answer; nothing ends a thread.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 READERS = 4
 """Images read at once, or blocks of one that is alone; residency orders no more."""
+REBUILDS = 2
+"""Images built anew for one order: another engine that has found the same damage may set the first one aside."""
 PATIENCE_S = 0.005
 """How long a thread lets the launch of a step go first."""
 
@@ -168,13 +171,16 @@ class Loader:
         path = folder / image_name(self._fingerprint)
         if not path.exists():
             _build(folder, path, self._spec)
-        try:
-            return self._read(path, incoming)
-        except (ImageError, FileNotFoundError) as error:  # the latter: another engine has just set it aside
-            incoming.begin(None)
-            _set_aside(path, error)
-            _build(folder, path, self._spec)
-            return self._read(path, incoming)
+        for _ in range(REBUILDS):
+            try:
+                return self._read(path, incoming)
+            except (ImageError, OSError) as error:
+                if not _may_be_mended(error):
+                    raise
+                incoming.begin(None)
+                _set_aside(path, error)
+                _build(folder, path, self._spec)
+        return self._read(path, incoming)
 
     def _read(self, path: Path, incoming: Incoming) -> Hosted:
         digest = path.parent.name
@@ -293,6 +299,12 @@ class Loader:
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def _may_be_mended(error: ImageError | OSError) -> bool:
+    """Whether an image that could not be read is damaged, be it by its disk, or has just been set aside by another
+    engine; of what is wrong with the machine, such as too many open files, a new image is no remedy."""
+    return isinstance(error, (ImageError, FileNotFoundError)) or error.errno == errno.EIO
 
 
 def _set_aside(path: Path, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from stencilpress.engine.plan import (
     PlaceOrder,
     Sized,
 )
+from stencilpress.engine.spec import ModelSpec
 from stencilpress.kernels.sgmv.views import AdapterView
 from tests.unit.tiny_models import MAX_RANK, Engine, load_engine, save_adapter, save_model
 
@@ -492,6 +495,47 @@ def test_two_engines_that_find_the_same_damage_both_have_the_adapter(
 
     assert bench.fetch(digest) == sound
     _check_view(bench.place(digest, first=0), folder, bench.engine)
+
+
+def test_an_image_built_anew_may_be_set_aside_by_another_engine(
+    bench: _Bench, digest: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That had read the damaged one until then, and takes the new one for it."""
+    sound = bench.fetch(digest)
+    image = folder / image_name(bench.engine.spec.fingerprint())
+    _flip(folder, image)
+    build = loader_module._build
+    built: list[Path] = []
+
+    def build_for_two(folder: Path, path: Path, spec: ModelSpec) -> None:
+        build(folder, path, spec)
+        built.append(path)
+        if len(built) == 1:
+            path.replace(path.with_suffix(".damaged"))
+
+    monkeypatch.setattr(loader_module, "_build", build_for_two)
+
+    assert bench.fetch(digest) == sound
+    _check_view(bench.place(digest, first=0), folder, bench.engine)
+
+
+def test_an_image_that_its_disk_cannot_read_is_built_anew(
+    bench: _Bench, digest: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = bench.fetch(digest)
+    image = folder / image_name(bench.engine.spec.fingerprint())
+    lost = image.stat().st_ino
+    pread = os.preadv
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if os.fstat(fd).st_ino == lost:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+    assert bench.fetch(digest) == sound
+    assert image.with_suffix(".damaged").stat().st_ino == lost
 
 
 @pytest.mark.parametrize("damage", [_truncate, _flip, _empty, _older_version])
