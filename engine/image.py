@@ -19,6 +19,8 @@ from stencilpress.engine.image_format import (
     open_image,
     read_image,
     remove_outdated,
+    remove_unfinished,
+    unfinished_name,
 )
 from stencilpress.engine.image_layout import Layout, Run, layout, slice_table
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
@@ -46,9 +48,11 @@ __all__ = [
     "places",
     "read_image",
     "remove_outdated",
+    "remove_unfinished",
     "resolve",
     "slice_table",
     "split_tensor_name",
+    "unfinished_name",
     "value_problem",
     "write_image",
 ]

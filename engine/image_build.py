@@ -26,6 +26,7 @@ from stencilpress.engine.image_format import (
     ImageHeader,
     Record,
     encode_header,
+    lock_unfinished,
     payload_offset,
 )
 from stencilpress.engine.peft_config import AdapterError, Finding, PeftConfig
@@ -55,6 +56,7 @@ def write_image(path: Path, spec: ModelSpec, modules: Iterable[Module], load: Lo
     Raises :class:`AdapterError` for values that cannot be served; the file is then worthless.
     """
     with path.open("xb") as file:
+        lock_unfinished(file)
         file.seek(payload_offset(spec.num_layers * len(spec.groups)))
         header = _convert(spec, modules, load, file.write)
         file.seek(0)

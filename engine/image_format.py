@@ -10,12 +10,15 @@ File, little-endian: head, one record per (layer, group), zeros up to 4096, then
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import secrets
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +37,8 @@ PAYLOAD_ALIGN = 4096
 MAX_PROJECTIONS = 3
 """Projections of a group that a record and a slice table have room for."""
 MAX_RECORDS = 1 << 16
+UNLOCKED_S = 1.0
+"""Far more than passes from the making of a file to its lock."""
 KINDS_REMEMBERED = 256
 """Adapters of one rank and one set of projections have the same records; what follows from those is worked out once."""
 
@@ -116,6 +121,26 @@ def remove_outdated(folder: Path, fingerprint: str) -> None:
     for path in folder.glob(f"image-{fingerprint}*.bin"):
         if path.name != image_name(fingerprint):
             path.unlink(missing_ok=True)
+
+
+def unfinished_name(path: Path) -> Path:
+    """A new name beside an image's own, for whoever builds it: several engines may be at it."""
+    return path.with_suffix(f".building-{secrets.token_hex(4)}")
+
+
+def lock_unfinished(file: BinaryIO) -> None:
+    """Show that somebody writes a file, for as long as that process lives and has it open."""
+    with suppress(OSError):  # a file system without locks: then what is left stays
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what those have left who were killed while they built an image in an adapter's folder."""
+    for path in folder.glob("image-*.building-*"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > UNLOCKED_S:
+                path.unlink()
 
 
 def payload_offset(num_records: int) -> int:

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import re
-import secrets
 import threading
 import time
 from bisect import bisect_right
@@ -38,8 +37,10 @@ from stencilpress.engine.image import (
     layout,
     open_image,
     remove_outdated,
+    remove_unfinished,
     resolve,
     slice_table,
+    unfinished_name,
     write_image,
 )
 from stencilpress.engine.image_check import BLOCK_BYTES
@@ -328,7 +329,8 @@ def _build(folder: Path, path: Path, spec: ModelSpec) -> None:
     modules, findings = resolve(spec, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if findings:
         raise AdapterError(findings)
-    partial = path.with_suffix(f".building-{secrets.token_hex(4)}")  # another engine may be at it too
+    remove_unfinished(folder)
+    partial = unfinished_name(path)
     try:
         header = write_image(partial, spec, modules, lambda name: _array(tensors[name]))
         if header.digest != folder.name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import queue
@@ -557,6 +558,23 @@ def test_an_image_of_an_older_format_goes_when_the_new_one_is_there(bench: _Benc
     assert bench.fetch(digest).error == ""
 
     assert not outdated.exists()
+
+
+def test_what_a_killed_engine_has_left_of_an_image_goes_when_it_is_built_again(
+    bench: _Bench, digest: str, folder: Path
+) -> None:
+    """What another engine is writing stays, and so does what somebody has begun just now."""
+    name = image_name(bench.engine.spec.fingerprint())
+    left, written, begun = [(folder / name).with_suffix(f".building-{who}") for who in ("left", "written", "begun")]
+    for path in (left, written, begun):
+        path.write_bytes(b"STENCIL\n")
+    for path in (left, written):
+        os.utime(path, (0, 0))
+    with written.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert bench.fetch(digest).error == ""
+
+    assert set(folder.glob("*.building-*")) == {written, begun}
 
 
 def test_several_adapters_are_read_at_the_same_time(bench: _Bench, digest: str, tmp_path: Path) -> None:
