@@ -70,10 +70,10 @@ class Admission:
             failure = self._residency.failure(request.adapter)
             if failure:
                 return "adapter_unavailable", failure
-            adapter_pages = self._residency.pages(request.adapter)
-            if self._residency.too_large(request.adapter):
-                return "capacity", f"its adapter needs {adapter_pages} pages, more than allowed"
-            needs += adapter_pages
+            misfit = self._residency.misfit(request.adapter)
+            if misfit:
+                return "adapter_unavailable", misfit
+            needs += self._residency.pages(request.adapter)
         if needs > self._pool.total:
             return "capacity", f"it needs {needs} pages of a pool of {self._pool.total}"
         return None

@@ -152,7 +152,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 class Finished(msgspec.Struct, frozen=True, array_like=True):
     """The terminal message of a request. ``code`` and ``message`` are set when ``reason`` is ``error``.
 
-    Codes: ``adapter_unavailable`` (unknown, corrupt or unreadable), ``context_exceeded``,
+    Codes: ``adapter_unavailable`` (unknown, corrupt, unreadable, or too large for the pool), ``context_exceeded``,
     ``capacity`` (can never fit the pool), ``overloaded`` (queue full), ``deadline`` (not begun in time),
     ``internal``, ``engine_lost`` (made by the client when the connection ends).
 

@@ -126,9 +126,10 @@ class Residency:
         adapter = self._adapters.get(digest)
         return adapter is not None and (adapter.image is not None or bool(adapter.held))
 
-    def too_large(self, digest: str) -> bool:
-        """Whether it takes more pages than adapters may have."""
-        return self.pages(digest) > self._capacity.max_adapter_pages
+    def misfit(self, digest: str) -> str:
+        """Why the pool cannot have it, whoever asks; empty if it can, or while its size is not known."""
+        pages, most = self.pages(digest), min(self._pool.total, self._capacity.max_adapter_pages)
+        return f"adapter needs {pages} pages, and all of them may have {most}" if pages > most else ""
 
     def pages(self, digest: str) -> int:
         """Pool pages that it takes; 0 while that is not known."""
@@ -258,13 +259,13 @@ class Residency:
             return
         activity = self.activities.of(result.digest)
         known = isinstance(result, Placed) and adapter.image is None  # that its read has failed was the last answer
-        if not known:
-            activity.error = result.error
         with self._adapters.changing(adapter):
             if isinstance(result, Fetched):
                 self._take_fetched(adapter, result, activity)
             else:
                 self._take_placed(adapter, result, activity)
+        if not known:
+            activity.error = result.error or self.misfit(result.digest)
         self._settle(adapter)
         if result.error and not known:
             self.failures += 1

@@ -136,6 +136,18 @@ def test_an_adapters_pages_count_against_the_pool_once_they_are_known() -> None:
     assert code(later) == "capacity"
 
 
+@pytest.mark.parametrize("room", [{"pages": 50, "adapter_pages": 5}, {"pages": 5}])
+def test_an_adapter_that_the_pool_cannot_have_is_no_fault_of_its_requests(room: dict[str, int]) -> None:
+    """A shorter prompt would not help. The operator is told, as of one that cannot be read."""
+    engine = make_engine(needs={"A": 6}, **room)
+    for number in (1, 2):
+        client = engine.submit((1, number), [1], 1, "A")
+        engine.run_until_idle()
+        assert code(client) == "adapter_unavailable"
+        assert engine.residency.activities.of("A").error == "adapter needs 6 pages, and all of them may have 5"
+    assert (engine.residency.failures, engine.loader.fetches) == (0, ["A"])
+
+
 def test_a_full_queue_refuses_but_free_seats_are_no_queue() -> None:
     engine = make_engine(max_num_seqs=2, max_waiting=3)
     clients = [engine.submit((1, i), [1, 2], 4) for i in range(6)]

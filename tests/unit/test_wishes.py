@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stencilpress.engine.messages import MAX_KEPT
-from stencilpress.engine.plan import Fetched
+from stencilpress.engine.plan import Fetched, FetchOrder
 from stencilpress.engine.wishes import PREDICT_S
 from tests.unit.library import Library
 
@@ -133,6 +133,20 @@ def test_a_pin_that_was_beyond_comes_in_once_another_has_been_taken_back() -> No
     library.turn()
     assert kept(library) == "ac"
     assert not library.residency.ready("b")
+
+
+def test_a_pin_that_the_pool_cannot_have_is_read_once() -> None:
+    """However often its image has to go: it would take the place of one that is of use."""
+    library = Library(pages=20, max_adapter_pages=4, max_cpu_loras=1)
+    library.needs = 5
+    library.residency.keep(1, ["large"], [])
+    assert FetchOrder("large") in library.turn()
+    library.needs = 2
+    for arrival in range(5):
+        library.use("a", arrival)
+        library.now_s += PREDICT_S
+        assert FetchOrder("large") not in library.turn()
+    assert library.residency.ready("a")
 
 
 def test_pins_that_take_others_place_are_pinned_though_all_are_in_the_pool() -> None:
