@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -109,7 +110,7 @@ async def plan_generation(
 
 def _max_wait_ms(asked_ms: int | None, allowed_s: float) -> int:
     """The shorter of what the caller and the operator allow; 0 if neither limits it."""
-    limits = [limit_ms for limit_ms in (asked_ms or 0, round(allowed_s * 1000)) if limit_ms]
+    limits = [limit_ms for limit_ms in (asked_ms or 0, math.ceil(allowed_s * 1000)) if limit_ms]
     return min(limits, default=0)
 
 

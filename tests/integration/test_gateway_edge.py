@@ -152,6 +152,10 @@ async def test_the_engine_is_told_how_long_a_request_may_wait(tmp_path: Path, mo
         assert [submit.max_wait_ms for submit in gateway.engine.submits] == [1500, 900, 1500]
 
 
+def test_the_least_time_that_a_request_may_wait_is_a_limit() -> None:
+    assert [generate._max_wait_ms(None, allowed_s) for allowed_s in (0.0, 0.0001, 0.0015, 2.0)] == [0, 1, 2, 2000]
+
+
 def issue(folder: Path, authority: trustme.CA) -> dict[str, str]:
     """A certificate for this machine, as settings."""
     issued = authority.issue_cert("localhost", "127.0.0.1")
