@@ -82,12 +82,13 @@ class EngineSampler:
             logger.warning("the last samples of engines are lost")
 
     def _since_last(self, now: EngineNow) -> EngineSum:
-        """An engine that began anew since then has counted everything since."""
+        """An engine that began anew since then has counted everything since. One that was lost after it had answered is
+        still the one before, unless its counters went backwards."""
         stats = now.stats
         if stats is None:
             return EngineSum.between(None, None)
-        generation = None if now.welcome is None else now.welcome.generation
         before = self._last.get(now.engine)
+        generation = now.welcome.generation if now.welcome is not None else before and before[1]
         self._last[now.engine] = (self._clock(), generation, stats)
         if before is None or self._clock() - before[0] > MAX_GAP_S:
             return EngineSum.between(None, stats)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,27 @@ async def test_samples_of_engines_become_a_series(gateway: Gateway, operator: Ad
     assert (lines["prompt_tokens"], lines["completion_tokens"], lines["running"]) == ([3], [4], [0])  # an hour's
     assert lines["steps"][0] >= 1
     assert await operator("GET", "/engines/all/series?start=2023-11-14T22:00:00Z&end=2023-11-14T23:00:00Z") == found
+
+
+async def test_what_an_engine_counted_is_not_counted_again_when_it_is_lost(tmp_path: Path) -> None:
+    """Its last answer is a moment old, and it is gone: nobody can say any more which engine that was."""
+    async with running_gateway(tmp_path) as gateway:
+        services, now = gateway.services, [1_700_000_000.0]
+        view = EngineReader(services.engine, services.db, clock=lambda: now[0])
+        sampler = EngineSampler(view, services.db, server_name(services.settings), clock=lambda: now[0])
+        body = {"model": "base", "prompt": [5, 6, 7], "max_tokens": 4}
+        assert (await gateway.post("/v1/completions", body))[0] == 200
+        await sampler.sample()
+        now[0] += 5
+        assert (await view.stats())[0].stats is not None
+        gateway.engine.crash()
+        while services.engine.ready:  # noqa: ASYNC110 - another thread ends it
+            await asyncio.sleep(0.01)
+        await sampler.sample()
+        await sampler.write()
+        operator = await admin_client(gateway, "other", Role.OPERATOR)
+        found = await operator("GET", "/engines/1/series?start=2023-11-14T22:00:00Z&end=2023-11-14T23:00:00Z")
+        assert (found["lines"]["prompt_tokens"], found["lines"]["steps"]) == ([0], [0])
 
 
 async def picture(gateway: Gateway, key: str, path: str, count: int = 1) -> list[dict[str, Any]]:
