@@ -266,9 +266,9 @@ class Residency:
                 self._take_placed(adapter, result, activity)
         if not known:
             activity.error = result.error or self.misfit(result.digest)
+            self.failures += bool(activity.error)
         self._settle(adapter)
         if result.error and not known:
-            self.failures += 1
             self.faults.add(result.digest, result.error)
         elif not result.error:
             self.faults.clear(result.digest)

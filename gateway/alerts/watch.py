@@ -24,7 +24,13 @@ from stencilpress.gateway.alerts.rules import Kind, Rules
 from stencilpress.gateway.alerts.traffic import Past, Traffic, TrafficJudge
 from stencilpress.gateway.catalog import alert_outbox, alerts
 from stencilpress.gateway.catalog.alert_outbox import OPERATOR, Delivery, Webhook
-from stencilpress.gateway.catalog.alert_readings import read_damaged, read_past, read_quotas, read_traffic
+from stencilpress.gateway.catalog.alert_readings import (
+    read_damaged,
+    read_past,
+    read_quotas,
+    read_traffic,
+    read_unmended,
+)
 from stencilpress.gateway.catalog.canaries import read_rolled_back
 from stencilpress.gateway.catalog.leases import run_periodically
 from stencilpress.gateway.catalog.session import Database
@@ -88,7 +94,7 @@ class Watch:
         traffic: dict[tuple[int, str], Traffic] = await read_traffic(self._db, now, rules.least_requests())
         for (tenant_id, adapter), one in traffic.items():
             judge.take(tenant_id, adapter, one)
-        facts = {**judge.found(), **await self._known_quotas(now), **await self._engine_facts()}
+        facts = {**judge.found(), **await self._known_quotas(now), **await self._engine_facts(open_)}
         facts |= await read_rolled_back(self._db, now)
         disk = await asyncio.to_thread(Disk.of, self._folder)
         unknown = _DISK_KINDS if disk is None else frozenset()
@@ -108,23 +114,31 @@ class Watch:
             self._quotas = (monotonic(), known)
         return known
 
-    async def _engine_facts(self) -> dict[Subject, Measured]:
+    async def _engine_facts(self, open_: Mapping[Subject, Incident]) -> dict[Subject, Measured]:
         stats = await self._on_main(self._engines.stats())
         facts = {
             Subject(Kind.ENGINE_DOWN, item=str(number)): Measured(float(one is None))
             for number, one in enumerate(stats, 1)
         }
         failures = sum(one.adapter_failures for one in stats if one is not None)
+        marked = {subject: one.note for subject, one in open_.items() if subject.kind is Kind.ADAPTER_CORRUPT}
         seen, errors = self._failures
-        if failures != seen or errors:  # what loads well again is looked for as well
-            errors = await self._load_errors()
-            self._failures = (failures, errors)
-        return {**facts, **await read_damaged(self._db, errors)}
+        if failures == seen and not errors and not marked:
+            return facts
+        errors, sound = await self._loads()  # what loads well again is looked for as well
+        self._failures = (failures, errors)
+        unmended = await read_unmended(self._db, marked, sound)
+        return {**facts, **unmended, **await read_damaged(self._db, errors)}
 
-    async def _load_errors(self) -> dict[str, str]:
-        """By digest why its last load failed, over all that engines remember."""
+    async def _loads(self) -> tuple[dict[str, str], set[str]]:
+        """By digest why its last load failed, over all that engines remember, and the digests that they have loaded.
+
+        An engine that was started anew, or does not answer, knows of no failure: that alone mends nothing.
+        """
         answers = await self._on_main(self._engines.adapters())
-        return {one.digest: one.error for answer in answers for one in answer or () if one.error}
+        known = [one for answer in answers for one in answer or ()]
+        errors = {one.digest: one.error for one in known if one.error}
+        return errors, {one.digest for one in known if not one.error and one.reads}
 
 
 class Postman:

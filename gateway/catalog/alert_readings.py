@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 
 from stencilpress.gateway.alerts.incidents import Measured, Subject
 from stencilpress.gateway.alerts.rules import WINDOW_S, Kind
@@ -101,17 +101,40 @@ async def read_quotas(db: Database, now: datetime) -> dict[Subject, Measured]:
 async def read_damaged(db: Database, errors: Mapping[str, str]) -> dict[Subject, Measured]:
     """The versions whose blobs engines could not load; ``errors`` are by digest. Deleted ones do not matter."""
     found: dict[Subject, Measured] = {}
-    query = select(AdapterRow.tenant_id, AdapterRow.name, VersionRow.number, VersionRow.digest).join(
-        AdapterRow, VersionRow.adapter_id == AdapterRow.id
-    )
-    query = query.where(VersionRow.deleted_at.is_(None), AdapterRow.deleted_at.is_(None))
     async with db.read() as session:
         for some in parts(sorted(errors)):
-            rows = await session.execute(query.where(VersionRow.digest.in_(some)))
+            rows = await session.execute(_versions().where(VersionRow.digest.in_(some)))
             for tenant_id, adapter, number, digest in rows:
-                subject = Subject(Kind.ADAPTER_CORRUPT, tenant_id, adapter, str(number))
-                found[subject] = Measured(1.0, errors[digest])
+                found[_damaged(tenant_id, adapter, number)] = Measured(1.0, errors[digest])
     return found
+
+
+async def read_unmended(db: Database, marked: Mapping[Subject, str], sound: Collection[str]) -> dict[Subject, Measured]:
+    """Those of the versions that were ``marked`` as damaged, with a note, that no engine has loaded since.
+
+    ``sound`` are the digests that one has loaded. Deleted ones do not matter.
+    """
+    found: dict[Subject, Measured] = {}
+    async with db.read() as session:
+        for some in parts(sorted({subject.adapter for subject in marked})):
+            for tenant_id, adapter, number, digest in await session.execute(
+                _versions().where(AdapterRow.name.in_(some))
+            ):
+                subject = _damaged(tenant_id, adapter, number)
+                if subject in marked and digest not in sound:
+                    found[subject] = Measured(1.0, marked[subject])
+    return found
+
+
+def _versions() -> Select[tuple[int, str, int, str]]:
+    """Tenant, adapter, number and digest of those that are not deleted."""
+    query = select(AdapterRow.tenant_id, AdapterRow.name, VersionRow.number, VersionRow.digest)
+    query = query.join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)
+    return query.where(VersionRow.deleted_at.is_(None), AdapterRow.deleted_at.is_(None))
+
+
+def _damaged(tenant_id: int, adapter: str, number: int) -> Subject:
+    return Subject(Kind.ADAPTER_CORRUPT, tenant_id, adapter, str(number))
 
 
 def _spent(item: str, budgets: Mapping[int, int], used: Mapping[int, int]) -> dict[Subject, Measured]:

@@ -28,6 +28,7 @@ from stencilpress.gateway.catalog.adapters import add_version
 from stencilpress.gateway.catalog.alert_models import DeliveryRow
 from stencilpress.gateway.catalog.alert_outbox import Webhook
 from stencilpress.gateway.catalog.audit import list_audit
+from stencilpress.gateway.catalog.lifecycle import delete_adapter
 from stencilpress.gateway.catalog.records import NewVersion, Tenant
 from stencilpress.gateway.catalog.session import Database
 from stencilpress.gateway.catalog.tenants import change_tenant, create_tenant
@@ -217,7 +218,7 @@ async def test_the_operators_webhook_is_told_of_all_and_is_sent_in_order(
     assert await open_now(db) == {
         "engine_down 2": "firing", "disk_bytes_low ": "firing", "adapter_corrupt pirate1": "firing"
     }  # fmt: skip
-    engines.up, engines.errors = [True, True], {}
+    engines.up, engines.errors = [True, True], {"d" * 64: ""}
     for seconds in (60, 90, 150):
         await watch.look(NOW + timedelta(seconds=seconds))
     assert await open_now(db) == {"disk_bytes_low ": "firing"}
@@ -235,6 +236,35 @@ async def test_the_operators_webhook_is_told_of_all_and_is_sent_in_order(
     corrupt = next(t.message for t in receiver.taken if t.message["commonLabels"]["alertname"].endswith("Corrupt"))
     assert corrupt["commonLabels"] | {"tenant": "acme", "adapter": "pirate", "version": "1"} == corrupt["commonLabels"]
     assert corrupt["commonAnnotations"]["description"] == "the file is cut short"
+
+
+async def test_a_damaged_version_is_told_until_it_is_loaded_or_deleted(
+    db: Database, tenant: Tenant, engines: SeenEngines, watch: Watch, tmp_path: Path
+) -> None:
+    """Neither an engine that is down, nor one that was started anew and has tried nothing yet, says that it is well."""
+    for adapter, digest in (("pirate", "d"), ("poet", "c")):
+        await add_version(db, tenant.id, adapter, version(digest), BaseNames.of(("Acme/Small",)))
+    both = {"adapter_corrupt pirate1": "firing", "adapter_corrupt poet1": "firing"}
+    seconds = 0
+
+    async def looks(watch: Watch) -> dict[str, str]:
+        nonlocal seconds
+        for _ in range(4):
+            seconds += 30
+            await watch.look(NOW + timedelta(seconds=seconds))
+        return {name: state for name, state in (await open_now(db)).items() if name in both}
+
+    engines.errors = {"d" * 64: "the file is cut short", "c" * 64: "no such file"}
+    assert await looks(watch) == both
+    engines.up = [False, False]
+    assert await looks(watch) == both
+    engines.up, engines.errors = [True, True], {}
+    assert await looks(watch) == both
+    another = Watch(db, cast("Engines", engines), tmp_path, operator=False, on_main=here)  # of another gateway
+    assert await looks(another) == both
+    engines.errors = {"d" * 64: ""}
+    await delete_adapter(db, tenant.id, "poet")
+    assert await looks(another) == {}
 
 
 async def test_two_gateways_that_look_at_once_tell_it_once(

@@ -145,7 +145,7 @@ def test_an_adapter_that_the_pool_cannot_have_is_no_fault_of_its_requests(room: 
         engine.run_until_idle()
         assert code(client) == "adapter_unavailable"
         assert engine.residency.activities.of("A").error == "adapter needs 6 pages, and all of them may have 5"
-    assert (engine.residency.failures, engine.loader.fetches) == (0, ["A"])
+    assert (engine.residency.failures, engine.loader.fetches) == (1, ["A"])
 
 
 def test_a_full_queue_refuses_but_free_seats_are_no_queue() -> None:
