@@ -31,11 +31,24 @@ class Adapter(Item):
     """One adapter. As an item it is its pages, ``held``; ``image`` is what host memory has of it.
 
     ``needs`` is the number of pages that it takes, 0 until its first fetch; ``wanted`` its oldest waiter's arrival;
-    ``kept`` by an operator; ``fresh`` until the first lease after a load; ``last_read`` the newest step when the last
-    lease ended.
+    ``kept`` by an operator; ``fresh`` until the first lease after a load; ``unasked`` if its last read was ordered for
+    nobody; ``last_read`` the newest step when the last lease ended.
     """
 
-    __slots__ = ("_evict", "digest", "fresh", "held", "image", "kept", "last_read", "leases", "needs", "tier", "wanted")
+    __slots__ = (
+        "_evict",
+        "digest",
+        "fresh",
+        "held",
+        "image",
+        "kept",
+        "last_read",
+        "leases",
+        "needs",
+        "tier",
+        "unasked",
+        "wanted",
+    )
 
     def __init__(self, digest: str, evict: Callable[[Adapter], None]) -> None:
         super().__init__()
@@ -49,6 +62,7 @@ class Adapter(Item):
         self.wanted: int | None = None
         self.kept = False
         self.fresh = False
+        self.unasked = False
         self.last_read = 0
 
     def evict(self) -> None:

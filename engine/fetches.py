@@ -37,7 +37,8 @@ class Fetches:
 
     def order(self, adapter: Adapter) -> None:
         """Have an adapter read, in the middle of a change. Who waits for it to be checked waits for this read."""
-        self._adapters.checks.pop(adapter.digest, None)
+        checked = self._adapters.checks.pop(adapter.digest, None) is not None
+        adapter.unasked = adapter.wanted is None and not checked
         self._host.begin()
         adapter.tier = Tier.FETCHING
         self._orders.append(FetchOrder(adapter.digest))

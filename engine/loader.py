@@ -142,7 +142,8 @@ class Loader:
         try:
             hosted = self._hosted[order.digest] = self._fetch(order.digest, incoming)
         except Exception as error:  # noqa: BLE001 one adapter's fault, of whatever kind, is that adapter's answer
-            answer = Fetched(order.digest, 0, 0, _reason(order, error))
+            absent = isinstance(error, FileNotFoundError)
+            answer = Fetched(order.digest, 0, 0, _reason(order, error), absent=absent)
         else:
             seconds, size = time.perf_counter() - start, hosted.image.payload.nbytes
             answer = Fetched(order.digest, size, hosted.layout.num_pages, seconds=seconds)

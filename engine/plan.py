@@ -101,12 +101,16 @@ class PlaceOrder:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The loader's answer to a fetch. ``error`` is empty on success; ``pages`` is what placing takes."""
+    """The loader's answer to a fetch. ``error`` is empty on success; ``pages`` is what placing takes.
+
+    ``absent``: its files are not there.
+    """
 
     digest: str
     host_bytes: int
     pages: int
     error: str = ""
+    absent: bool = False
     seconds: float = field(default=0.0, compare=False)
 
 

@@ -51,6 +51,7 @@ class Residency:
         self.failures = 0
         self.activities = Activities()
         self.faults = Faults(room.clock)
+        self._absences = Faults(room.clock)
         self.host = HostMemory(capacity.max_cpu_loras, capacity.max_cpu_lora_bytes, room.clock)
         self._pool = pool
         self._room = room
@@ -71,6 +72,7 @@ class Residency:
             self._adapters,
             self.activities,
             self.faults,
+            self._absences,
             self.host,
             self._fetches,
             self._evictor,
@@ -230,7 +232,8 @@ class Residency:
         Returns the pages still held.
         """
         self._wishes.forget(digest)
-        self.faults.clear(digest)  # whoever enrols it anew has mended it
+        for faults in (self.faults, self._absences):
+            faults.clear(digest)  # whoever enrols it anew has mended it
         adapter = self._adapters.get(digest)
         if adapter is not None or self._wishes.pins(digest):
             self._forgotten.add(digest)
@@ -252,7 +255,10 @@ class Residency:
 
     def completed(self, result: LoadResult) -> None:
         """The loader's answer. After a failed one :meth:`failure` tells why, and the adapter is back on disk; after a
-        read that a placement follows, when that has failed too."""
+        read that a placement follows, when that has failed too.
+
+        Files that were not there when nobody asked for them are no failure: who asks has them brought first.
+        """
         adapter = self._adapters[result.digest]
         if isinstance(result, Sized):
             adapter.needs = result.pages
@@ -264,14 +270,16 @@ class Residency:
                 self._take_fetched(adapter, result, activity)
             else:
                 self._take_placed(adapter, result, activity)
-        if not known:
+        absent = isinstance(result, Fetched) and result.absent and adapter.unasked
+        if not known and not absent:
             activity.error = result.error or self.misfit(result.digest)
             self.failures += bool(activity.error)
         self._settle(adapter)
-        if result.error and not known:
-            self.faults.add(result.digest, result.error)
-        elif not result.error:
+        if not result.error:
             self.faults.clear(result.digest)
+            self._absences.clear(result.digest)
+        elif not known:
+            (self._absences if absent else self.faults).add(result.digest, result.error)
 
     # Seen by the operator
 

@@ -33,6 +33,7 @@ class Wishes:
         adapters: Adapters,
         activities: Activities,
         faults: Faults,
+        absences: Faults,
         host: HostMemory,
         fetches: Fetches,
         evictor: Evictor,
@@ -43,7 +44,7 @@ class Wishes:
         self._pool = pool
         self._adapters = adapters
         self._activities = activities
-        self._faults = faults
+        self._faults = (faults, absences)
         self._host = host
         self._fetches = fetches
         self._evictor = evictor
@@ -118,7 +119,7 @@ class Wishes:
     def _advance(self, adapter: Adapter) -> bool:
         """Bring an adapter nearer to the pool. False if it has arrived, or there is no room for it."""
         if adapter.tier is Tier.DISK:
-            if self._faults.current(adapter.digest) or not self._has_host_room(adapter):
+            if any(one.current(adapter.digest) for one in self._faults) or not self._has_host_room(adapter):
                 return False
             adapter.tenant = self._activities.last_tenant(adapter.digest)
             self._fetches.order(adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stencilpress.engine.faults import BACKOFF_S
 from stencilpress.engine.messages import MAX_KEPT
 from stencilpress.engine.plan import Fetched, FetchOrder
 from stencilpress.engine.wishes import PREDICT_S
@@ -147,6 +148,33 @@ def test_a_pin_that_the_pool_cannot_have_is_read_once() -> None:
         library.now_s += PREDICT_S
         assert FetchOrder("large") not in library.turn()
     assert library.residency.ready("a")
+
+
+def test_files_that_are_not_there_for_a_pin_are_no_fault_of_the_request_that_brings_them() -> None:
+    """They are in the cold tier alone, and a gateway fetches them before it hands the request over; it may come while
+    the read for the pin is under way."""
+    library = Library()
+    residency = library.residency
+    residency.keep(1, ["a"], [])
+    for arrival in (1, 2):
+        assert library.pump() == [FetchOrder("a")]
+        if arrival == 2:
+            residency.want("a", arrival)
+        residency.completed(Fetched("a", 0, 0, "adapter is not stored here", absent=True))
+        assert (residency.failure("a"), residency.failures, residency.activities.of("a").error) == ("", 0, "")
+        if arrival == 1:
+            assert library.turn() == [], "it is not looked for all the time"
+            library.now_s += max(PREDICT_S, BACKOFF_S[0])
+    library.turn()
+    assert residency.ready("a")
+
+
+def test_files_that_are_not_there_for_a_request_are_a_failure() -> None:
+    library = Library()
+    library.residency.want("a", 1)
+    assert library.pump() == [FetchOrder("a")]
+    library.residency.completed(Fetched("a", 0, 0, "adapter is not stored here", absent=True))
+    assert (library.residency.failure("a"), library.residency.failures) == ("adapter is not stored here", 1)
 
 
 def test_pins_that_take_others_place_are_pinned_though_all_are_in_the_pool() -> None:

@@ -177,7 +177,7 @@ class Loader:
         self.fetches.append(order.digest)
         if order.digest in self.broken:
             self.unread.add(order.digest)
-            return Fetched(order.digest, 0, 0, "no such file")
+            return Fetched(order.digest, 0, 0, "no such file", absent=len(self.fetches) % 2 == 0)
         self.unread.discard(order.digest)
         self.hosted.add(order.digest)
         return Fetched(order.digest, 1000, self.needs[order.digest])
