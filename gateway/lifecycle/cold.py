@@ -7,6 +7,7 @@ computes the digest: nothing reaches an engine that is not what the catalog says
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,10 @@ class ColdTier:
         self._obstore: Any = obstore
 
     async def has(self, digest: str) -> bool:
-        """Whether a version's files are there. Raises :class:`ColdTierError`."""
+        """Whether a version's files are there, all of them. Raises :class:`ColdTierError`."""
         try:
-            await self._obstore.head_async(self._store, _key(digest, CONFIG_NAME))
+            for name in FILES:
+                await self._obstore.head_async(self._store, _key(digest, name))
         except FileNotFoundError:
             return False
         except self._obstore.exceptions.BaseError as error:
@@ -88,18 +90,18 @@ class ColdTier:
     async def digests(self, *, whole: bool = True) -> frozenset[str]:
         """All that are there, or with ``whole`` off also those of which only a part is. Raises :class:`ColdTierError`.
 
-        The config is written last and removed first, so it stands for the whole.
+        No file stands for another: what is stored while somebody removes the same content may end as either one alone.
         """
-        found = set()
+        found: defaultdict[str, set[str]] = defaultdict(set)
         try:
             async for objects in self._obstore.list(self._store, chunk_size=1000):
                 for one in objects:
                     digest, _, name = one["path"].partition("/")
-                    if (name == CONFIG_NAME or not whole) and is_digest(digest):
-                        found.add(digest)
+                    if is_digest(digest):
+                        found[digest].add(name)
         except self._obstore.exceptions.BaseError as error:
             raise ColdTierError(type(error).__name__) from None
-        return frozenset(found)
+        return frozenset(digest for digest, names in found.items() if not whole or names.issuperset(FILES))
 
     async def _chunks(self, digest: str, name: str) -> AsyncIterator[bytes]:
         try:

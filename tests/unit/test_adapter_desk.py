@@ -363,6 +363,22 @@ async def test_upkeep_fills_and_clears_the_cold_tier_and_makes_room(
     assert await cold.digests(whole=False) == {first, second}
 
 
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME])
+async def test_what_is_in_the_cold_tier_by_half_is_copied_again_before_it_leaves(
+    db: Database, folders: Desk, tmp_path: Path, tenant: Tenant, cold: ColdTier, name: str
+) -> None:
+    """It was garbage and has been uploaded anew: one file was stored before its removal, the other after it."""
+    home = open_desk(db, folders, tmp_path / "v1", cold)
+    digest = (await add(home, folders, tenant, 1)).version.digest
+    await home.keep_cold(digest)
+    (tmp_path / "cold" / digest / name).unlink()
+    assert await make_room(home.blobs, cold, 1) == 0
+    assert await copy_to_cold(db, home.blobs, cold) == 1
+    assert await make_room(home.blobs, cold, 1) == 1
+    async with home.using(digest, tenant.id):
+        assert blobs(home) == {digest}
+
+
 class _SlowStore(ColdTier):
     """Says that it has everything, when it is told to."""
 
