@@ -134,15 +134,16 @@ class Enrolment:
         added = await add_version(self._db, tenant_id, name, new, self._base, promote=promote, actor=actor)
         return replace(added, modules=accepted.modules)
 
-    async def rebuild_images(self) -> AsyncIterator[tuple[str, InvalidAdapterError | None]]:
+    async def rebuild_images(self, *, cold: bool = False) -> AsyncIterator[tuple[str, InvalidAdapterError | None]]:
         """Make the images that the served base lacks, as after a change of ``dtype``.
 
-        Yields each digest when it is done, with the reason if the adapter can no longer be served.
+        Yields each digest when it is done, with the reason if the adapter can no longer be served. ``cold``: what is
+        not in this data folder lies in a cold tier, and gets its image when it is fetched.
         """
         wanted = image_name(load_spec(self._model_dir, self._dtype).fingerprint())
         for digest in sorted(await list_digests(self._db, self._base.id)):
             folder = self._blobs.folder(digest)
-            if (folder / wanted).exists():
+            if (folder / wanted).exists() or (cold and not folder.exists()):
                 continue
             try:
                 await self.rebuild(folder)

@@ -112,7 +112,8 @@ def serve(
             remove_outdated(place.data.kernels.absolute())
             base = _bring_in(place, model, base_id)
             chosen.environment[f"{PREFIX}MODEL_DIR"] = str(base.folder.absolute())
-            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=True))
+            cold = bool(chosen.gateway.cold_store_url)
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, cold=cold, demo=demo, migrate=True))
             place_of = chosen.gateway.console_url.rstrip("/")
             server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
@@ -201,7 +202,8 @@ def gateway(
             drain_s=chosen.gateway.drain_s,
         )
         with claimed(serving) as server:
-            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, demo=demo, migrate=False))
+            cold = bool(chosen.gateway.cold_store_url)
+            visitor, path = asyncio.run(_prepare(place, base, chosen.engine, cold=cold, demo=demo, migrate=False))
             place_of = chosen.gateway.console_url.rstrip("/")
             server.run(lambda url: click.echo(banner(url, base, visitor, (place_of or url) + path)))
 
@@ -282,11 +284,11 @@ def _pulled(place: Place, model: str) -> Base:
 
 
 async def _prepare(
-    place: Place, base: Base, settings: EngineSettings, *, demo: bool, migrate: bool
+    place: Place, base: Base, settings: EngineSettings, *, cold: bool, demo: bool, migrate: bool
 ) -> tuple[Demo | None, str]:
     """Bring the catalog's schema and the adapters' images up to date, and enrol the demo.
 
-    Also the path at which people begin with the console.
+    Also the path at which people begin with the console. ``cold``: there is a cold tier.
     """
     from stencilpress.demo import TENANT, enrol_demo
     from stencilpress.gateway.accounts.links import first_path
@@ -302,7 +304,7 @@ async def _prepare(
         with schema_refusals_told():
             await (run_migrations(db) if migrate else check_schema(db))
         enrolment = Enrolment(db, blobs, base.folder, base.names, dtype=settings.dtype, max_rank=settings.max_lora_rank)
-        async for digest, error in enrolment.rebuild_images():
+        async for digest, error in enrolment.rebuild_images(cold=cold):
             outcome = f"cannot be served: {'; '.join(error.findings)}" if error else "converted for this base's dtype"
             _progress(f"adapter {digest[:12]} {outcome}")
         visitor = await enrol_demo(db, blobs, enrolment, base, place.data.demo_key, _progress) if demo else None

@@ -126,7 +126,7 @@ async def read_unmended(db: Database, marked: Mapping[Subject, str], sound: Coll
     return found
 
 
-def _versions() -> Select[tuple[int, str, int, str]]:
+def _versions() -> Select[int, str, int, str]:
     """Tenant, adapter, number and digest of those that are not deleted."""
     query = select(AdapterRow.tenant_id, AdapterRow.name, VersionRow.number, VersionRow.digest)
     query = query.join(AdapterRow, VersionRow.adapter_id == AdapterRow.id)

@@ -140,6 +140,20 @@ def test_images_are_made_anew_for_another_dtype(press: Press) -> None:
     assert asyncio.run(rebuilt()) == []
 
 
+def test_a_blob_in_the_cold_tier_alone_keeps_a_start_from_nothing_and_is_no_fault(press: Press) -> None:
+    """Without such a tier it is one."""
+    asyncio.run(press.enrol())
+    away, here = sorted(folder.name for folder in press.blobs.adapters.iterdir())
+    shutil.rmtree(press.blobs.folder(away))
+
+    async def outcome(*, cold: bool) -> dict[str, bool]:
+        made = press.enrolment("bfloat16").rebuild_images(cold=cold)
+        return {digest: error is None async for digest, error in made}
+
+    assert asyncio.run(outcome(cold=True)) == {here: True}
+    assert asyncio.run(outcome(cold=False)) == {away: False}
+
+
 def test_a_blob_that_was_damaged_is_reported_and_disturbs_no_other(press: Press) -> None:
     asyncio.run(press.enrol())
     damaged, sound = sorted(folder.name for folder in press.blobs.adapters.iterdir())

@@ -133,8 +133,7 @@ async def test_an_adapter_that_does_not_come_from_its_store_holds_up_no_request_
         yield
 
     monkeypatch.setattr(AdapterDesk, "using", fetch_for_ever)
-    settings = {"request_limit_s": 30.0 if asked else 1.0, "adapters_dir": str(tmp_path / "v1" / "adapters")}
-    async with running_gateway(tmp_path, PACED, **settings) as gateway:
+    async with running_gateway(tmp_path, PACED, request_limit_s=30.0 if asked else 1.0) as gateway:
         body = {"model": "pirate", "prompt": "abc", "max_tokens": 5, **asked}
         status, answer = await gateway.post("/v1/completions", body)
         assert (status, answer["error"]["code"]) == code

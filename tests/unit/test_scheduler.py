@@ -136,10 +136,10 @@ def test_an_adapters_pages_count_against_the_pool_once_they_are_known() -> None:
     assert code(later) == "capacity"
 
 
-@pytest.mark.parametrize("room", [{"pages": 50, "adapter_pages": 5}, {"pages": 5}])
-def test_an_adapter_that_the_pool_cannot_have_is_no_fault_of_its_requests(room: dict[str, int]) -> None:
+@pytest.mark.parametrize(("pages", "adapter_pages"), [(50, 5), (5, 1 << 30)])
+def test_an_adapter_that_the_pool_cannot_have_is_no_fault_of_its_requests(pages: int, adapter_pages: int) -> None:
     """A shorter prompt would not help. The operator is told, as of one that cannot be read."""
-    engine = make_engine(needs={"A": 6}, **room)
+    engine = make_engine(needs={"A": 6}, pages=pages, adapter_pages=adapter_pages)
     for number in (1, 2):
         client = engine.submit((1, number), [1], 1, "A")
         engine.run_until_idle()
