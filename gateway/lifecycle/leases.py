@@ -29,10 +29,12 @@ class Leases:
             yield True
             return
         count, lock = self._held.get(digest, (0, None))
-        lock = self._lock(digest) if lock is None else lock
+        stays = True
+        if lock is None:
+            lock, stays = self._lock(digest)
         self._held[digest] = (count + 1, lock)
         try:
-            yield lock is not None
+            yield stays
         finally:
             count, lock = self._held[digest]
             if count > 1:
@@ -42,17 +44,18 @@ class Leases:
                 if lock is not None:
                     os.close(lock)
 
-    def _lock(self, digest: str) -> int | None:
-        """A few microseconds on a local disk: no thread is worth that."""
+    def _lock(self, digest: str) -> tuple[int | None, bool]:
+        """A lock, if there can be one, and whether the blob is here to stay. A few microseconds on a local disk: no
+        thread is worth that."""
         try:
             lock = os.open(self._blobs.folder(digest), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return None
+        except OSError as error:  # of a link, or a folder that is another user's, nobody takes a lock
+            return None, not isinstance(error, FileNotFoundError)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:  # it is being purged, which a request on it can only find out
             os.close(lock)
-            return None
+            return None, False
         with suppress(OSError):
             os.utime(lock)  # make_room goes by it
-        return lock
+        return lock, True

@@ -415,6 +415,19 @@ async def test_who_asks_for_a_blob_that_is_leaving_gets_it_from_the_cold_tier(
     assert leaving.result() == 1
 
 
+async def test_a_blob_that_is_a_link_is_used_at_once(
+    db: Database, folders: Desk, tmp_path: Path, tenant: Tenant, cold: ColdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can lock it, and nobody removes it."""
+    home = open_desk(db, folders, tmp_path / "v1", cold)
+    digest = (await add(home, folders, tenant, 1)).version.digest
+    home.blobs.folder(digest).rename(tmp_path / "elsewhere")
+    home.blobs.folder(digest).symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(asyncio, "sleep", None)
+    async with home.using(digest, tenant.id):
+        assert blobs(home) == {digest}
+
+
 async def test_a_blob_that_was_not_to_be_kept_is_kept_for_the_next_who_asks(
     db: Database, desk: AdapterDesk, folders: Desk, tenant: Tenant
 ) -> None:
