@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import random
 from collections.abc import Awaitable, Collection, Mapping, Sequence
@@ -27,6 +28,7 @@ from stencilpress.engine.client import EngineBusyError, EngineClient, EngineUnav
 from stencilpress.engine.messages import (
     MAX_ADAPTERS_SHOWN,
     MAX_HELD_SHOWN,
+    MAX_KEPT,
     AdapterSeen,
     Ensured,
     Kept,
@@ -48,6 +50,8 @@ FORGETS_AT_ONCE = 16
 """Adapters that an engine sees to between two steps."""
 
 A = TypeVar("A")
+
+logger = logging.getLogger(__name__)
 
 
 class Engines:
@@ -185,12 +189,22 @@ class Engines:
 
     async def keep(self, pinned: Collection[str], preloaded: Collection[str] = ()) -> list[Kept | None]:
         """Have adapters kept at hand where their requests go, instead of those before; each engine that connects later
-        is told too."""
+        is told too.
+
+        Of more than :data:`MAX_KEPT` for one engine, such as canaries beside as many, the last are left out: it would
+        refuse them all.
+        """
         shares: list[tuple[list[str], list[str]]] = [([], []) for _ in self._clients]
         for part, digests in enumerate((pinned, preloaded)):
             for digest in digests:
                 shares[ranking(digest, len(self._clients))[0]][part].append(digest)
-        says = (client.keep(*share) for client, share in zip(self._clients, shares, strict=True))
+        left_out = sum(len(some[MAX_KEPT:]) for share in shares for some in share)
+        if left_out:
+            logger.warning("%d adapters more are to be kept at hand than engines take", left_out)
+        says = (
+            client.keep(pins[:MAX_KEPT], preloads[:MAX_KEPT])
+            for client, (pins, preloads) in zip(self._clients, shares, strict=True)
+        )
         return list(await asyncio.gather(*map(_soon, says)))
 
     async def held_by(self, engine: int, limit_s: float = ANSWER_LIMIT_S) -> Collection[str] | None:

@@ -14,6 +14,7 @@ import pytest
 from stencilpress.engine import client as client_module
 from stencilpress.engine.client import EngineClient, EngineUnavailableError, Stream
 from stencilpress.engine.messages import MAX_HELD_SHOWN, Sampling, Submit, pack_tokens
+from stencilpress.gateway import engines as engines_module
 from stencilpress.gateway.engines import ALWAYS_TAKEN, LOAD_FACTOR, Engines, ranking
 from tests.fakes.engine import FakeEngine, Options, running_engine
 
@@ -136,6 +137,18 @@ async def test_the_numbers_of_each_engine_are_told(fleet: Fleet) -> None:
     await fleet.ready(COUNT - 1)
     assert len(streams) == COUNT
     assert [stats and stats.running for stats in await fleet.engines.stats()] == [1, None, 1]
+
+
+async def test_pins_beyond_what_an_engine_takes_do_not_cost_the_others(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines_module, "MAX_KEPT", 2)
+    digests = [digest(number) for number in range(30)]
+    await fleet.engines.keep(digests, digests[:1])
+    for index, fake in enumerate(fleet.fakes):
+        mine = [one for one in digests if ranking(one, COUNT)[0] == index]
+        assert list(fake.keeps[-1].pinned) == mine[:2]
+    assert caplog.messages[-1].startswith("24 adapters more")
 
 
 async def test_adapters_are_kept_where_their_requests_go_and_forgotten_everywhere(fleet: Fleet) -> None:
