@@ -55,12 +55,15 @@ class Wishes:
         self._kept = Kept()
         self._beyond: set[str] = set()
         """What is to be pinned, but does not fit the part for such adapters."""
+        self._crowded = False
+        """Whether a pin has found no room in the pool since the wishes were looked through last."""
         self._predict_at_s = clock() + PREDICT_S
 
     def keep(self, gateway: int, pinned: Sequence[str], preloaded: Sequence[str]) -> str:
         """What a gateway wants to be at hand, instead of what it wanted before. Returns why not, or an empty string."""
         before = self._kept.pinned
         error = self._kept.say(gateway, pinned, preloaded)
+        self._crowded = False
         after = self._kept.pinned
         if before.keys() != after.keys():
             self._beyond.clear()
@@ -129,13 +132,15 @@ class Wishes:
                 return False
             pages = self._pool.allocate(adapter.needs, adapter.digest) if self._has_pool_room(adapter) else None
             if pages is None:
+                self._crowded = self._crowded or self.pins(adapter.digest)
                 return False
             self._place(adapter, pages)
         return adapter.tier is not Tier.HBM
 
     def _has_host_room(self, adapter: Adapter) -> bool:
-        """Others give way to what is to be pinned."""
-        pinned = adapter.digest in self._kept.pinned
+        """Others give way to what is to be pinned, but not while the pool has no room for such: it would be read in
+        vain, again and again where host memory does not hold all pins."""
+        pinned = self.pins(adapter.digest) and not self._crowded
         return not self._host.full or (pinned and self._fetches.make_room(NEWEST, adapter.tenant))
 
     def _has_pool_room(self, adapter: Adapter) -> bool:
@@ -147,6 +152,7 @@ class Wishes:
     def _predict(self) -> None:
         """Wish for all that should be pinned but has found no place, or lost it, and for the adapter used most of late
         that has left the pool."""
+        self._crowded = False
         for digest in self._kept.pinned:
             if digest not in self._beyond and not self._in_pool(digest):
                 self._kept.wish(digest)

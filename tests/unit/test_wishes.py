@@ -177,6 +177,26 @@ def test_files_that_are_not_there_for_a_request_are_a_failure() -> None:
     assert (library.residency.failure("a"), library.residency.failures) == ("adapter is not stored here", 1)
 
 
+def test_pins_that_the_pool_has_no_room_for_now_are_not_read_over_and_over() -> None:
+    """Requests hold all of it for long. Once they end, the pins come, in their order."""
+    library = Library(pages=8, max_cpu_loras=6, max_prefetched=8)
+    for arrival, digest in enumerate("wxyz"):
+        library.residency.want(digest, arrival)
+        library.turn()
+        library.residency.lease(digest)
+        library.residency.unwant(digest)
+    library.residency.keep(1, list("abcdef"), [])
+    assert [order.digest for order in library.turn()] == ["a", "b"], "host memory has room for two"
+    for _ in range(5):
+        library.now_s += PREDICT_S
+        assert library.turn() == []
+    for digest in "wxyz":
+        library.residency.release(digest)
+    library.now_s += PREDICT_S
+    library.turn()
+    assert kept(library) == "ab", "half of the pool is for pins"
+
+
 def test_pins_that_take_others_place_are_pinned_though_all_are_in_the_pool() -> None:
     """A pinned alias points at other versions from now on."""
     library = Library(pages=20, max_adapter_pages=8)
