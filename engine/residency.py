@@ -9,10 +9,8 @@ tells the loader, :meth:`Residency.completed` hears back.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import merge
 
 from stencilpress.engine.activity import Activities, Activity
 from stencilpress.engine.adapters import Adapter, Adapters, Tier
@@ -21,12 +19,10 @@ from stencilpress.engine.evictor import Evictor
 from stencilpress.engine.faults import Faults
 from stencilpress.engine.fetches import Fetches
 from stencilpress.engine.host import NO_LIMIT, HostMemory, Image
-from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, PlaceOrder, Sized
+from stencilpress.engine.placements import Placements
+from stencilpress.engine.plan import Fetched, LoadOrder, LoadResult, Page, Placed, Sized
 from stencilpress.engine.pool import Pool
 from stencilpress.engine.wishes import Wishes
-
-BARRED_S = 2.0
-"""How long the wants of a tenant over its share may find no room; then one of them is treated like anybody's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +53,6 @@ class Residency:
         self._room = room
         self._clock = room.clock
         self._capacity = capacity
-        self._barred: dict[int, float] = {}
-        self._loading: Counter[int] = Counter()
         self._forgotten: set[str] = set()
         self._orders: list[LoadOrder] = []
         most = capacity.max_adapter_pages
@@ -67,6 +61,7 @@ class Residency:
         self._evictor.adapters = self._adapters
         self._squeezed = self._evictor.squeezed
         self._fetches = Fetches(self._adapters, self.host, self._orders)
+        self._placements = Placements(pool, room, self._adapters, self._evictor, capacity.max_prefetched, self._orders)
         self._wishes = Wishes(
             pool,
             self._adapters,
@@ -77,7 +72,7 @@ class Residency:
             self._fetches,
             self._evictor,
             most,
-            self._load,
+            self._placements.order,
             room.clock,
         )
 
@@ -217,14 +212,9 @@ class Residency:
     def pump(self, newest: int | None = None) -> None:
         """Order what the wants need and the tiers have room for; placements only for wants up to ``newest``."""
         self._fetches.pump()
-        coming = [want for want in self._adapters.wants[Tier.FETCHING] if self._adapters[want[1]].needs]
-        if coming or self._adapters.wants[Tier.HOST]:
-            self._pump_placements(coming, newest)
-        else:
-            self._barred.clear()
-            self._loading = +self._loading
-            if not self._adapters.wants[Tier.DISK] and not self.host.reading:
-                self._wishes.pump()
+        waited = self._placements.pump(newest)
+        if not waited and not self._adapters.wants[Tier.DISK] and not self.host.reading:
+            self._wishes.pump()
 
     def forget(self, digest: str) -> int:
         """An adapter is no more: free its memory now, or when its last lease and its last pin have ended.
@@ -308,63 +298,6 @@ class Residency:
 
     # How
 
-    def _pump_placements(self, coming: list[tuple[int, str]], newest: int | None) -> None:
-        """Place the oldest wants in memory, or ``coming`` there, that nobody leases, as many as may be in the pool
-        ahead of their requests.
-
-        The wants of a tenant over its share that find no room stand aside for those of others.
-        """
-        ahead = 0
-        barred: set[int] = set()
-        for arrival, digest in merge(
-            coming, *(list(self._adapters.wants[tier]) for tier in (Tier.HOST, Tier.LOADING, Tier.HBM))
-        ):
-            adapter = self._adapters[digest]
-            if ahead == self._capacity.max_prefetched or (newest is not None and arrival > newest):
-                return
-            outside = adapter.tier in (Tier.HOST, Tier.FETCHING)
-            if adapter.leases or (outside and adapter.tenant in barred):
-                continue
-            if outside and not self._place(adapter, arrival):
-                barred.add(adapter.tenant)
-            else:
-                ahead += 1
-
-    def _place(self, adapter: Adapter, arrival: int) -> bool:
-        """Order a placement if there is room. False if there is none for a tenant over its share."""
-        tenant, needs = adapter.tenant, adapter.needs
-        over = self._room.exceeds(tenant, needs)
-        made = self._evictor.make_adapter_room(adapter, arrival, over=over)
-        if over and not made:
-            if self._room.exceeds(tenant, needs) and self._own_room_comes(tenant):
-                self._squeezed.pop(adapter.digest, None)
-                return False
-            made = self._evictor.make_adapter_room(adapter, arrival, over=False)
-        pages = self._pool.allocate(needs, adapter.digest) if made else None
-        if pages is None:
-            self._squeezed[adapter.digest] = None
-            return True
-        self._barred.pop(tenant, None)
-        with self._adapters.changing(adapter):
-            self._load(adapter, pages)
-        return True
-
-    def _load(self, adapter: Adapter, pages: tuple[Page, ...]) -> None:
-        adapter.tier, adapter.held, adapter.size = Tier.LOADING, pages, len(pages)
-        self._loading[adapter.tenant] += 1
-        self._room.charge(adapter.tenant, len(pages))
-        self._orders.append(PlaceOrder(adapter.digest, pages))
-
-    def _own_room_comes(self, tenant: int) -> bool:
-        """Whether a tenant over its share is to wait, at most :data:`BARRED_S`, for what it holds to become idle.
-
-        It will, if that is being loaded, or if requests run, whose seats the tenant's own get next.
-        """
-        runs = self._pool.kv + self._pool.cached > self._room.cached.size
-        if not (self._loading[tenant] or (runs and self._room.busy(tenant))):
-            return False
-        return self._clock() - self._barred.setdefault(tenant, self._clock()) < BARRED_S
-
     def _take_fetched(self, adapter: Adapter, result: Fetched, activity: Activity) -> None:
         if result.error:
             self.host.end(None)
@@ -380,7 +313,7 @@ class Residency:
         activity.read_s += result.seconds
 
     def _take_placed(self, adapter: Adapter, result: Placed, activity: Activity) -> None:
-        self._loading[adapter.tenant] -= 1
+        self._placements.ended(adapter)
         if result.error:
             self._evictor.leave_pool(adapter)
             self._fetches.forget(adapter)

@@ -75,7 +75,7 @@ def _check_adapters(residency: Residency) -> None:
             wants[adapter.tier].append((adapter.wanted, adapter.digest))
     assert residency._adapters.wants == {tier: sorted(some) for tier, some in wants.items()}
     loading = Counter(adapter.tenant for adapter in residency._adapters if adapter.tier is Tier.LOADING)
-    assert +residency._loading == loading
+    assert +residency._placements._loading == loading
     for digest in residency._forgotten:
         assert _is_needed(residency, residency.known(digest), digest), "what is forgotten idles"
 

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stencilpress.engine.adapters import Tier
 from stencilpress.engine.faults import BACKOFF_S
 from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
+from stencilpress.engine.placements import BARRED_S
 from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder, Sized
-from stencilpress.engine.residency import BARRED_S
 from stencilpress.engine.wishes import PREDICT_S
 from tests.unit.library import Library
 
