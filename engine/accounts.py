@@ -89,7 +89,7 @@ class Accounts:
         account.live -= 1
         if account.live:
             return
-        if account.counter <= self._virtual_time:
+        if not self._in_debt(account):
             del self._accounts[account.tenant]
             return
         self._idle[account.tenant] = account
@@ -145,6 +145,13 @@ class Accounts:
             return newcomer
         unbegun = (request for request in longest.waiting.values() if request.unbegun)
         return max(unbegun, key=lambda request: request.urgency, default=newcomer)
+
+    def _in_debt(self, account: Account) -> bool:
+        """Whether it would begin anew with less than it has had. Virtual time alone does not tell: it may be ahead of
+        those who wait, and comes back to them."""
+        if account.counter > self._virtual_time:
+            return True
+        return any(waiting.counter < account.counter for waiting in self._waiting.values())
 
     def _lift(self, account: Account) -> None:
         """Virtual time never leaves the counters of those who wait: nobody begins far before or behind them all."""

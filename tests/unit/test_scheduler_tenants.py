@@ -99,6 +99,23 @@ def test_a_tenant_saves_nothing_up_while_it_is_away() -> None:
     engine.run_until_idle()
 
 
+def test_who_comes_back_between_requests_owes_for_the_last_one() -> None:
+    """One tenant's queue is never empty; the other sends its next long request when it has heard the last one out."""
+    engine = make_engine(max_num_seqs=1, needs={})
+    served = {1: 0, 2: 0}
+    sent = 0
+    for _ in range(2000):
+        for tenant, (outstanding, tokens) in {1: (1, 56), 2: (10, 4)}.items():
+            while sum(key[0] == tenant for key in engine.live) < outstanding:
+                sent += 1
+                engine.submit((tenant, sent), [1] * 4, tokens, tenant=tenant)
+        engine.step()
+        for key in [key for key, client in engine.clients.items() if client.finished is not None]:
+            client = engine.clients.pop(key)
+            served[key[0]] += len(client.prompt) + 2 * len(client.text)
+    assert abs(2 * served[1] / sum(served.values()) - 1) < 0.1, served
+
+
 def test_a_row_of_new_tenants_does_not_hold_up_one_that_has_had_more() -> None:
     """Each comes once and has had nothing yet; each is served, but the old one in between."""
     engine = make_engine(max_num_seqs=1)
