@@ -114,14 +114,13 @@ class Residency:
         return adapter is not None and adapter.tier is Tier.HBM
 
     def coming(self, digest: str) -> bool:
-        """Whether it is being copied into the pool."""
+        """Whether it is being copied into the pool from host memory, so soon there."""
         adapter = self._adapters.get(digest)
-        return adapter is not None and adapter.tier is Tier.LOADING
+        return adapter is not None and adapter.tier is Tier.LOADING and adapter.image is not None
 
     def at_hand(self, digest: str) -> bool:
-        """Whether it is in host memory or in the pool, or on its way into the pool."""
-        adapter = self._adapters.get(digest)
-        return adapter is not None and (adapter.image is not None or bool(adapter.held))
+        """Whether it need not be read from disk, be it to be copied meanwhile: it is in host memory or in the pool."""
+        return self.sound(digest)
 
     def misfit(self, digest: str) -> str:
         """Why the pool cannot have it, whoever asks; empty if it can, or while its size is not known."""
@@ -173,7 +172,7 @@ class Residency:
 
     def squeezed(self) -> Iterator[str]:
         """Wanted adapters that the pool had no room for, those apart that wait for a read."""
-        return (digest for digest in self._squeezed if (a := self._adapters[digest]).image or a.held)
+        return (digest for digest in self._squeezed if self.sound(digest))
 
     def make_room(self, pages: int, arrival: int, tenant: int = 0) -> bool:
         """Make room for a tenant's keys and values, as :meth:`Evictor.make_room` does."""

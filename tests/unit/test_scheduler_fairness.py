@@ -233,6 +233,34 @@ def test_nobody_stands_back_for_a_starved_request_whose_adapter_is_being_read() 
     assert steps_beside_a_read("A") <= steps_beside_a_read("B")
 
 
+@pytest.mark.parametrize("tenant", [1, 2])
+@pytest.mark.parametrize(("pages", "adapter_pages"), [(100, 6), (10, 6), (100, 4)])
+def test_nobody_stands_back_for_an_adapter_that_is_copied_while_it_is_read(
+    tenant: int, pages: int, adapter_pages: int
+) -> None:
+    """Its size is known, so it has pages, but the read does not end; those who have the slot have their turns."""
+    engine = make_engine(
+        needs={"A": 4, "B": 2},
+        pages=pages,
+        adapter_pages=adapter_pages,
+        max_num_seqs=2,
+        max_loras=1,
+        patience_steps=8,
+    )
+    engine.loader.tells = True
+    for i in range(40):
+        engine.submit((1, i), [1], 3 + i % 7, "B", tenant=1)
+    while not engine.residency.ready("B"):
+        engine.step()
+    engine.submit((2, 1), [1], 1, "A", tenant=tenant)
+    while not engine.loader.told:
+        engine.step(load_speed=1)
+    for _ in range(300):
+        engine.step(load_speed=0)
+    assert engine.live == {(2, 1)}
+    engine.run_until_idle()
+
+
 def test_waits_that_all_have_make_nobody_starve() -> None:
     """A thousand requests of one tenant at once: their order is what it was."""
     engine = make_engine(needs=dict.fromkeys("ABC", 2), max_num_seqs=1, max_loras=1, max_waiting=1000, quick=True)
