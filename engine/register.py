@@ -58,4 +58,4 @@ class Register:
 
     def of_parked(self, requests: Iterable[Request]) -> list[Request]:
         """Those of parked gateways."""
-        return [request for request in requests if request.key[0] in self.parked]
+        return [request for request in requests if request.key[0] in self.parked] if self.parked else []

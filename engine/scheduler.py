@@ -161,9 +161,8 @@ class Scheduler:
         if self._flights:
             raise RuntimeError(f"step {self._flights[0].plan.number} is still in flight")
         self._refuse_late()
-        if self._register.parked and len(self._waiting):
-            for request in self._register.of_parked(self._seats.taken.values()):
-                self._preempt(request)
+        for request in self._seated_in_vain():
+            self._preempt(request)
         yielding = self._turns.yielding(blocked=self._blocked is not None)
         if yielding is not None:
             self._preempt(yielding)
@@ -182,7 +181,7 @@ class Scheduler:
         if len(self._flights) != 1:
             raise RuntimeError(f"{len(self._flights)} steps are in flight")
         self._refuse_late()
-        if (len(self._waiting) and self._register.parked) or self._flights[0].heeds_history:
+        if self._seated_in_vain() or self._flights[0].heeds_history:
             return None
         decodes, prefills = self._seated()
         if self._turns.yielding(blocked=self._blocked is not None) or not all(map(self._seats.grow, decodes)):
@@ -296,6 +295,10 @@ class Scheduler:
             elif not request.complete:
                 decodes.append(request)
         return decodes, prefills
+
+    def _seated_in_vain(self) -> list[Request]:
+        """Those of parked gateways, if somebody waits for seats."""
+        return self._register.of_parked(self._seats.taken.values()) if len(self._waiting) else []
 
     def _fill(self, batch: Batch, prefills: list[Request]) -> StepPlan | None:
         """What the decodes leave of the budget goes to prompts: of seated requests and of newcomers, in their turns."""

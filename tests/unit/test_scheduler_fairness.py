@@ -50,6 +50,25 @@ def test_a_parked_gateway_keeps_its_seats_until_somebody_waits() -> None:
     assert all(client.text == client.expected for client in slow)
 
 
+def test_a_parked_gateway_does_not_keep_steps_from_being_planned_ahead() -> None:
+    """It has given up its seats by then, and may stay parked for long."""
+    engine = make_engine(max_num_seqs=2, needs={})
+    engine.ahead = True
+    slow = engine.submit((1, 1), [1, 2], 9)
+    for i in range(8):
+        engine.submit((2, i), [1, 2], 9)
+    engine.step()
+    engine.parked.add(1)
+    engine.scheduler.park(1)
+    assert engine.step() is None, "its seat is taken when the step has landed"
+    for _ in range(20):
+        assert engine.step() is not None
+    engine.parked.clear()
+    engine.scheduler.unpark(1)
+    engine.run_until_idle()
+    assert slow.text == slow.expected
+
+
 def test_parked_seats_are_the_first_to_go_when_pages_run_out() -> None:
     engine = make_engine(pages=8, needs={})
     parked = engine.submit((1, 1), [1] * 7, 8)
