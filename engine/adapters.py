@@ -73,6 +73,11 @@ class Adapter(Item):
         return self.leases > 0 or self.kept
 
     @property
+    def coming(self) -> bool:
+        """Whether it is being copied into the pool from host memory, so soon there: not while it is being read."""
+        return self.tier is Tier.LOADING and self.image is not None
+
+    @property
     def idle(self) -> bool:
         return self.tier is Tier.HBM and not self.pinned and self.wanted is None
 

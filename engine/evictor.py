@@ -63,8 +63,8 @@ class Evictor:
 
     def evict_kept(self, but: str | None) -> bool:
         """Evict one adapter that an operator keeps and nobody leases; ``but`` is spared. For the only request that
-        could run now: it would wait for ever. False if there is none, or while one is being loaded."""
-        if any(adapter.tier is Tier.LOADING for adapter in self.adapters):
+        could run now: it would wait for ever. False if there is none, or while one is coming that may go instead."""
+        if any(adapter.coming for adapter in self.adapters):
             return False
         kept = (a for a in self.adapters if a.kept and not a.leases and a.digest != but)
         adapter = next(kept, None)

@@ -114,9 +114,9 @@ class Residency:
         return adapter is not None and adapter.tier is Tier.HBM
 
     def coming(self, digest: str) -> bool:
-        """Whether it is being copied into the pool from host memory, so soon there."""
+        """Whether it is being copied into the pool, all of it in host memory by now."""
         adapter = self._adapters.get(digest)
-        return adapter is not None and adapter.tier is Tier.LOADING and adapter.image is not None
+        return adapter is not None and adapter.coming
 
     def at_hand(self, digest: str) -> bool:
         """Whether it need not be read from disk, be it to be copied meanwhile: it is in host memory or in the pool."""

@@ -203,6 +203,23 @@ def test_what_is_pinned_gives_way_only_to_who_could_never_run_otherwise_and_come
     assert is_kept(engine, "A")
 
 
+@pytest.mark.parametrize(("prompt", "answer"), [(34, 4), (20, 30)])
+def test_what_is_pinned_gives_way_though_another_adapter_is_being_read(prompt: int, answer: int) -> None:
+    """It has pages while it is read, but the read does not end: nothing is to be had there soon."""
+    engine = make_engine(pages=20, needs={"A": 8, "B": 4}, max_model_len=64)
+    assert engine.residency.keep(9, ["A"], []) == ""
+    settle(engine)
+    engine.loader.tells = True
+    engine.submit((1, 1), [1], 1, "B")
+    while not engine.loader.told:
+        engine.step(load_speed=1)
+    large = engine.submit((2, 1), [1] * prompt, answer)
+    for _ in range(60):
+        engine.step(load_speed=0)
+    assert large.text == large.expected
+    engine.run_until_idle()
+
+
 def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
     engine = make_engine(pages=12, needs={"A": 6}, max_model_len=64)
     long = engine.submit((1, 1), [1] * 30, 14)
