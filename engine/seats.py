@@ -73,26 +73,9 @@ class Seats:
         Some are left for those who sit already, one for each at least, lest the newcomer be preempted for their sake.
         Whoever finds nobody seated may have all that is not in use, at last what an operator keeps.
         """
-        order = request.order if self.taken else FIRST
-        if request.adapter is not None:
-            self._residency.want(request.adapter, order, request.tenant)  # lest it evict its own
-        chain = self._prefixes.open(Space(request.adapter or "", request.tenant, request.salt), request.history)
-        common = chain.pages if chain is not None else ()
-        missing = self._limits.pages_for(len(request.history)) - len(common)
-        if not self._residency.make_room(missing + self._reserve(request), order, request.tenant):
-            if chain is not None:
-                self._prefixes.close(chain)
-            return not self.taken and self._residency.evict_kept(request.adapter) and self.take(request, step)
-        again = not request.unbegun
-        request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
-        self.taken[request.key] = request
-        self._owed_tokens += request.owed
-        if chain is not None:
-            self._chains[request.key] = chain
-            request.skip(self._prefixes.use(chain, again=again))
-        if request.adapter is not None:
-            self._residency.lease(request.adapter, request.tenant, again=again)
-            self._grant(request.adapter, step)
+        while not self._take(request, step):
+            if self.taken or not self._residency.evict_kept(request.adapter):
+                return False
         return True
 
     def landed(self, request: Request, count: int) -> None:
@@ -193,6 +176,30 @@ class Seats:
             if request.pages[: len(common)] != common:
                 raise PoolError(f"request {key} reads pages {request.pages} that should begin with {common}")
             yield key, request.pages[len(common) :]
+
+    def _take(self, request: Request, step: int) -> bool:
+        """The same without what an operator keeps."""
+        order = request.order if self.taken else FIRST
+        if request.adapter is not None:
+            self._residency.want(request.adapter, order, request.tenant)  # lest it evict its own
+        chain = self._prefixes.open(Space(request.adapter or "", request.tenant, request.salt), request.history)
+        common = chain.pages if chain is not None else ()
+        missing = self._limits.pages_for(len(request.history)) - len(common)
+        if not self._residency.make_room(missing + self._reserve(request), order, request.tenant):
+            if chain is not None:
+                self._prefixes.close(chain)
+            return False
+        again = not request.unbegun
+        request.sit(self._slots.pop(), common + (self._pool.allocate(missing, request.key) or ()))
+        self.taken[request.key] = request
+        self._owed_tokens += request.owed
+        if chain is not None:
+            self._chains[request.key] = chain
+            request.skip(self._prefixes.use(chain, again=again))
+        if request.adapter is not None:
+            self._residency.lease(request.adapter, request.tenant, again=again)
+            self._grant(request.adapter, step)
+        return True
 
     def _grant(self, adapter: str, step: int) -> None:
         grant = self.granted.get(adapter)

@@ -220,6 +220,17 @@ def test_what_is_pinned_gives_way_though_another_adapter_is_being_read(prompt: i
     engine.run_until_idle()
 
 
+def test_a_thousand_pinned_adapters_give_way_to_one_request() -> None:
+    digests = [str(i) for i in range(1000)]
+    engine = make_engine(pages=2000, needs=dict.fromkeys(digests, 1), cpu_loras=1000, max_model_len=8000, quick=True)
+    assert engine.residency.keep(9, digests, []) == ""
+    settle(engine)
+    large = engine.submit((1, 1), [1] * 7990, 2)
+    engine.run_until_idle(1000)
+    assert large.text == large.expected
+    assert engine.residency.evictions > 990
+
+
 def test_a_pin_that_found_no_room_at_first_is_tried_again() -> None:
     engine = make_engine(pages=12, needs={"A": 6}, max_model_len=64)
     long = engine.submit((1, 1), [1] * 30, 14)
