@@ -106,7 +106,7 @@ class Link:
         """Send a message. False: no room, keep the message, plan nothing for this gateway until :meth:`writable`.
 
         A step that only ends requests may use the ring's reserve. A message to a gateway that is gone, or one
-        that its ring could never hold (which drops the gateway), counts as sent: :class:`Closed` tells the rest.
+        that cannot be sent to it ever (which drops the gateway), counts as sent: :class:`Closed` tells the rest.
         """
         peer = self._connections.get(connection)
         if peer is None:
@@ -116,10 +116,9 @@ class Link:
             if not peer.channel.write(self._encoder.encode(message), urgent=urgent):
                 peer.full = True
                 return False
-        except FrameTooLargeError as error:
+            self._publish(peer)
+        except (FrameTooLargeError, OSError) as error:  # the latter: the kernel has no memory for the packet
             self.drop(connection, str(error))
-            return True
-        self._publish(peer)
         return True
 
     def writable(self, connection: int) -> bool:
@@ -196,7 +195,7 @@ class Link:
             logger.warning("a gateway's hello was refused: %s", error)
             sock.close()
             return
-        with suppress(ConnectionError):  # one that is gone already ends like any other, in _serve
+        with suppress(OSError):  # one that is gone already, or gives up its wait, ends like any other, in _serve
             sock.send(msgspec.msgpack.encode(self._welcome))
         self._last_number += 1
         peer = _Connection(self._last_number, channel)

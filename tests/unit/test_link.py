@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle  # noqa: TID251 - the attack, not a format
@@ -317,6 +318,23 @@ def test_a_reply_that_no_ring_of_that_gateway_could_hold_drops_it(link: Link, pa
     [closed] = events(link, 1)
     assert isinstance(closed, Closed)
     peer.close()
+
+
+def test_a_gateway_whose_packets_the_kernel_refuses_is_dropped_alone(
+    link: Link, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, other = attach(link, path), attach(link, path)
+
+    def refuse() -> bool:
+        raise OSError(errno.ENOBUFS, "no buffer space available")
+
+    monkeypatch.setattr(link._connections[1].channel, "publish", refuse)
+    assert link.send(1, token_step(1)), "there is nothing to be kept for it"
+    assert isinstance(link.poll(LIMIT_S)[0], Closed)
+    assert link.send(2, token_step(1))
+    assert other.receive() == [token_step(1)]
+    peer.close()
+    other.close()
 
 
 def test_what_an_engine_wrote_before_it_ended_is_still_read(path: Path) -> None:
