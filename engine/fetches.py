@@ -10,6 +10,8 @@ from stencilpress.engine.plan import DropOrder, FetchOrder, LoadOrder
 
 FETCHES_IN_FLIGHT = 4
 """Few, so that a read that matters more has not long to wait."""
+TURNS_REMEMBERED = 1024
+"""Tenants whose last turns are known though they wait for no read now."""
 
 
 class Fetches:
@@ -26,11 +28,12 @@ class Fetches:
         self._host.shrink()
         wants, checks = self._adapters.wants[Tier.DISK], self._adapters.checks
         while self._host.reading < FETCHES_IN_FLIGHT and (wants or checks):
-            arrival, digest, tenant = self._next()
-            if not self.make_room(arrival, tenant):
+            candidates = self._candidates()
+            found = next((one for one in candidates if self.make_room(one[0], one[2])), None)
+            if found is None:
                 return
-            self._turns[tenant] = 1 + max(self._turns.values(), default=0)
-            with self._adapters.changing(self._adapters[digest]) as adapter:
+            self._next_turn(found[2], candidates)
+            with self._adapters.changing(self._adapters[found[1]]) as adapter:
                 self.order(adapter)
         if not wants:
             self._turns.clear()
@@ -68,8 +71,9 @@ class Fetches:
         if adapter.tier is Tier.HOST:
             adapter.tier = Tier.DISK
 
-    def _next(self) -> tuple[int, str, int]:
-        """``(arrival, digest, tenant)`` of the oldest want of the tenant that has waited longest for a read."""
+    def _candidates(self) -> list[tuple[int, str, int]]:
+        """``(arrival, digest, tenant)`` of each tenant's oldest want, first of the one that has waited longest for a
+        read."""
         oldest: dict[int, tuple[int, str]] = {}
         for digest, arrival in islice(self._adapters.checks.items(), 1):
             oldest[0] = (arrival, digest)
@@ -77,8 +81,14 @@ class Fetches:
             tenant = self._adapters[want[1]].tenant
             if tenant not in oldest or want < oldest[tenant]:
                 oldest[tenant] = want
-        tenant = min(oldest, key=lambda tenant: (self._turns.get(tenant, 0), oldest[tenant]))
-        return *oldest[tenant], tenant
+        tenants = sorted(oldest, key=lambda tenant: (self._turns.get(tenant, 0), oldest[tenant]))
+        return [(*oldest[tenant], tenant) for tenant in tenants]
+
+    def _next_turn(self, tenant: int, candidates: list[tuple[int, str, int]]) -> None:
+        """A tenant has had its turn."""
+        if len(self._turns) >= TURNS_REMEMBERED:
+            self._turns = {one: self._turns[one] for *_, one in candidates if one in self._turns}
+        self._turns[tenant] = 1 + max(self._turns.values(), default=0)
 
     def _newest_want(self, arrival: int, tenant: int) -> Adapter | None:
         room, over = self._host.room, self._host.barred(tenant)

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stencilpress.engine.adapters import Tier
 from stencilpress.engine.faults import BACKOFF_S
-from stencilpress.engine.fetches import FETCHES_IN_FLIGHT
+from stencilpress.engine.fetches import FETCHES_IN_FLIGHT, TURNS_REMEMBERED
 from stencilpress.engine.placements import BARRED_S
 from stencilpress.engine.plan import DropOrder, Fetched, FetchOrder, LoadOrder, Page, Placed, PlaceOrder, Sized
 from stencilpress.engine.wishes import PREDICT_S
@@ -458,6 +458,36 @@ def test_a_tenant_that_comes_below_its_share_while_room_is_made_gets_all_of_it()
     for order in library.pump():
         library.carry_out(order)
     assert isinstance(library.pump()[-1], PlaceOrder), "at once: an idle engine sleeps before the next turn"
+
+
+def test_an_older_want_is_read_though_the_tenant_whose_turn_it_is_finds_no_room() -> None:
+    """Host memory holds three images that wait for pages, which all are in use."""
+    library = Library(pages=2, max_cpu_loras=3)
+    library.use("runs", 0, tenant=1)
+    library.residency.lease("runs", tenant=1)
+    for digest, arrival, tenant in (("a", 5, 1), ("b", 6, 1), ("c", 9, 2), ("d", 12, 3)):
+        library.residency.want(digest, arrival, tenant=tenant)
+    library.turn()
+    library.residency.want("newest", 20, tenant=4)
+    assert library.pump() == []
+    library.residency.want("oldest", 1, tenant=1)
+    assert FetchOrder("oldest") in library.pump()
+
+
+def test_turns_of_tenants_that_wait_for_no_read_are_forgotten() -> None:
+    library = Library(pages=8, max_cpu_loras=8)
+    for digest in "abc":
+        library.residency.want(digest, 0, tenant=1)
+    assert len(library.pump()) == FETCHES_IN_FLIGHT - 1, "reads that never end"
+    library.residency.want("waits", 1, tenant=1)
+    for tenant in range(2, 3 * TURNS_REMEMBERED):
+        library.residency.want(f"of {tenant}", tenant, tenant=tenant)
+        [order] = library.pump()
+        library.carry_out(order)
+        library.residency.unwant(order.digest)
+        library.residency.forget(order.digest)
+        library.residency.take_orders()
+    assert len(library.residency._fetches._turns) <= TURNS_REMEMBERED + 1
 
 
 def test_another_tenants_cold_read_does_not_queue_behind_a_flood() -> None:
