@@ -173,12 +173,15 @@ def _gated(builder: PoolBuilder, rows: Rows, tile: Tile) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tile", "ranks"), [(Tile(16, 16), (5, 16)), (Tile(64, 16), (40, 9))])
 def test_gate_in_one_with_the_expand(tile: Tile, ranks: tuple[int, int], dtype: torch.dtype) -> None:
-    """Rows of an adapter of both projections, of one of either, of none: equal to the last bit."""
+    """Rows of an adapter of both projections, of one of either, of none. The two are cut into other tiles, whose sums
+    some processors' BLAS adds in another order."""
     builder = PoolBuilder([Shape(96, (328, 328))], 1, 1 << 19, dtype, seed=5)
     both, gate, up = (builder.add([rank], [mask]) for rank, mask in zip((*ranks, 16), (3, 1, 2), strict=True))
     rows: Rows = [(0, 2, None), (2, 37, both), (39, 9, gate), (48, 3, None), (51, 70, up), (121, 1, None)]
     got, want = _gated(builder, rows, tile)
-    assert torch.equal(got, want)
+    torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    alone = [row for start, count, adapter in rows if adapter is None for row in range(start, start + count)]
+    assert torch.equal(got[alone], want[alone])
 
 
 def test_gate_of_an_adapter_that_leaves_the_projections_alone() -> None:
@@ -188,7 +191,8 @@ def test_gate_of_an_adapter_that_leaves_the_projections_alone() -> None:
     words = builder.pool.view(torch.int64)
     words[bare.table + 2] = -1  # NaN twice
     got, want = _gated(builder, [(0, 20, bare), (20, 20, other)], Tile(16, 16))
-    assert torch.equal(got, want)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(got[:20], want[:20])
     assert torch.isfinite(got).all()
 
 
