@@ -15,7 +15,8 @@ TURNS_REMEMBERED = 1024
 
 
 class Fetches:
-    """Tenants take turns, and each one's oldest want comes first. ``orders`` is where the loader's are put."""
+    """Tenants take turns, and each one's oldest want comes first; where whose turn it is finds no room, the oldest of
+    all. ``orders`` is where the loader's are put."""
 
     def __init__(self, adapters: Adapters, host: HostMemory, orders: list[LoadOrder]) -> None:
         self._adapters = adapters
@@ -28,12 +29,14 @@ class Fetches:
         self._host.shrink()
         wants, checks = self._adapters.wants[Tier.DISK], self._adapters.checks
         while self._host.reading < FETCHES_IN_FLIGHT and (wants or checks):
-            candidates = self._candidates()
-            found = next((one for one in candidates if self.make_room(one[0], one[2])), None)
+            oldest = self._oldest()
+            in_turn = min(oldest, key=lambda want: (self._turns.get(want[2], 0), want))
+            found = next((want for want in (in_turn, min(oldest)) if self.make_room(want[0], want[2])), None)
             if found is None:
                 return
-            self._next_turn(found[2], candidates)
-            with self._adapters.changing(self._adapters[found[1]]) as adapter:
+            _, digest, tenant = found
+            self._next_turn(tenant, oldest)
+            with self._adapters.changing(self._adapters[digest]) as adapter:
                 self.order(adapter)
         if not wants:
             self._turns.clear()
@@ -71,9 +74,8 @@ class Fetches:
         if adapter.tier is Tier.HOST:
             adapter.tier = Tier.DISK
 
-    def _candidates(self) -> list[tuple[int, str, int]]:
-        """``(arrival, digest, tenant)`` of each tenant's oldest want, first of the one that has waited longest for a
-        read."""
+    def _oldest(self) -> list[tuple[int, str, int]]:
+        """``(arrival, digest, tenant)`` of each tenant's oldest want."""
         oldest: dict[int, tuple[int, str]] = {}
         for digest, arrival in islice(self._adapters.checks.items(), 1):
             oldest[0] = (arrival, digest)
@@ -81,13 +83,12 @@ class Fetches:
             tenant = self._adapters[want[1]].tenant
             if tenant not in oldest or want < oldest[tenant]:
                 oldest[tenant] = want
-        tenants = sorted(oldest, key=lambda tenant: (self._turns.get(tenant, 0), oldest[tenant]))
-        return [(*oldest[tenant], tenant) for tenant in tenants]
+        return [(*want, tenant) for tenant, want in oldest.items()]
 
-    def _next_turn(self, tenant: int, candidates: list[tuple[int, str, int]]) -> None:
+    def _next_turn(self, tenant: int, waiting: list[tuple[int, str, int]]) -> None:
         """A tenant has had its turn."""
         if len(self._turns) >= TURNS_REMEMBERED:
-            self._turns = {one: self._turns[one] for *_, one in candidates if one in self._turns}
+            self._turns = {one: self._turns[one] for *_, one in waiting if one in self._turns}
         self._turns[tenant] = 1 + max(self._turns.values(), default=0)
 
     def _newest_want(self, arrival: int, tenant: int) -> Adapter | None:
