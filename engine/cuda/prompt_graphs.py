@@ -158,9 +158,9 @@ class PromptGraphs:
     def _serving(self, wanted: Kind) -> Kind | None:
         """The kind whose graph serves a step. One that keeps coming, or wastes much of another's, gets its own."""
         self._since_capture += 1
-        found = best(list(self._graphs), wanted)
-        if found == wanted:
+        if wanted in self._graphs:
             return wanted
+        found = best(list(self._graphs), wanted)
         self._missed[wanted] += 1 if found is None else lacking(wanted, found)
         often = self._missed[wanted] >= CAPTURED_AT and self._since_capture >= CAPTURES_APART
         if not often or len(self._graphs) >= MOST_GRAPHS:

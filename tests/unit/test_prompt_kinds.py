@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from stencilpress.engine.cuda.prompt_graphs import CAPTURES_APART, PromptGraphs
 from stencilpress.engine.cuda.prompt_kinds import BLOCKS, ITEMS, LADDER, MOST_PROMPTS, Kind, Kinds, best, lacking
 from stencilpress.engine.cuda.rows import RowBuilder, StepRows
 from stencilpress.engine.messages import Sampling
@@ -103,6 +106,23 @@ def test_idle_rows_bring_a_graph_sooner() -> None:
     wanted = Kind(576, SEATS, 1)
     assert lacking(wanted, Kind(640, SEATS, 1, ATTENTION_GROUPS, 32)) == 1
     assert lacking(wanted, Kind(1024, SEATS, 1)) == 1 + 448 // 128
+
+
+def test_a_kind_is_captured_once_and_has_its_own_graph_from_then_on() -> None:
+    """Though one with fewer runs may serve it too, and comes before it by cost."""
+    wanted, graphs = Kind(64, 64, 3), PromptGraphs.__new__(PromptGraphs)
+    graph: Any = object()
+    graphs._graphs, graphs._missed, graphs._since_capture = {Kind(64, 64, 1): graph}, Counter(), 0
+    captured: list[Kind] = []
+
+    def capture(kind: Kind) -> None:
+        captured.append(kind)
+        graphs._graphs[kind] = graph
+
+    graphs._capture = capture  # type: ignore[method-assign]
+    served = [graphs._serving(wanted) for _ in range(4 * CAPTURES_APART)]
+    assert captured == [wanted]
+    assert served == [Kind(64, 64, 1)] * (CAPTURES_APART - 1) + [wanted] * (3 * CAPTURES_APART + 1)
 
 
 def test_few_rows_of_what_is_captured_at_first_are_idle() -> None:
