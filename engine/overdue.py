@@ -60,7 +60,7 @@ class Overdue:
 
     def head(self) -> Request | None:
         """Its first request; None while the adapter is being read from disk, since nobody can make that faster."""
-        at_hand = self.adapter is not None and self._residency.at_hand(self.adapter)
+        at_hand = self.adapter is not None and self._residency.sound(self.adapter)
         return self._waiting.head(self.adapter) if at_hand else None
 
     def _find(self, step: int) -> str | None:
@@ -77,7 +77,7 @@ class Overdue:
                 adapter is None
                 or adapter == holder
                 or adapter in self._seats.granted
-                or not self._residency.at_hand(adapter)
+                or not self._residency.sound(adapter)
             ):
                 continue
             head = self._waiting.head(adapter)

@@ -55,8 +55,8 @@ class Residency:
         self._capacity = capacity
         self._forgotten: set[str] = set()
         self._orders: list[LoadOrder] = []
-        most = capacity.max_adapter_pages
-        self._evictor = Evictor(pool, room, self.activities, most, self._orders)
+        self._most_pages = min(pool.total, capacity.max_adapter_pages)
+        self._evictor = Evictor(pool, room, self.activities, capacity.max_adapter_pages, self._orders)
         self._adapters = Adapters(room, self.host, self.activities, self._evictor.evict)
         self._evictor.adapters = self._adapters
         self._squeezed = self._evictor.squeezed
@@ -71,7 +71,7 @@ class Residency:
             self.host,
             self._fetches,
             self._evictor,
-            most,
+            self._most_pages,
             self._placements.order,
             room.clock,
         )
@@ -104,7 +104,7 @@ class Residency:
             self._adapters.checks.setdefault(digest, arrival)
 
     def sound(self, digest: str) -> bool:
-        """Whether it has been read and checked, and is in memory."""
+        """Whether it has been read and checked, and is in host memory or in the pool: it need not be read from disk."""
         adapter = self._adapters.get(digest)
         return adapter is not None and (adapter.image is not None or adapter.tier is Tier.HBM)
 
@@ -118,13 +118,9 @@ class Residency:
         adapter = self._adapters.get(digest)
         return adapter is not None and adapter.coming
 
-    def at_hand(self, digest: str) -> bool:
-        """Whether it need not be read from disk, be it to be copied meanwhile: it is in host memory or in the pool."""
-        return self.sound(digest)
-
     def misfit(self, digest: str) -> str:
         """Why the pool cannot have it, whoever asks; empty if it can, or while its size is not known."""
-        pages, most = self.pages(digest), min(self._pool.total, self._capacity.max_adapter_pages)
+        pages, most = self.pages(digest), self._most_pages
         return f"adapter needs {pages} pages, and all of them may have {most}" if pages > most else ""
 
     def pages(self, digest: str) -> int:

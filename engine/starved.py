@@ -46,4 +46,4 @@ class Starved:
         return found[1] if found is not None and found[0] >= least_steps else None
 
     def _at_hand(self, adapter: str | None) -> bool:
-        return adapter is None or self._residency.at_hand(adapter)
+        return adapter is None or self._residency.sound(adapter)

@@ -51,7 +51,6 @@ class Wishes:
         self._max_adapter_pages = max_adapter_pages
         self._place = place
         self._clock = clock
-        self._most_pages = min(pool.total, max_adapter_pages)
         self._kept = Kept()
         self._beyond: set[str] = set()
         """What is to be pinned, but does not fit the part for such adapters."""
@@ -90,7 +89,7 @@ class Wishes:
     def pin(self, adapter: Adapter) -> None:
         """Pin an adapter in the pool that is to be, if the part for such adapters has room; or no longer. In the middle
         of a change."""
-        most = self._most_pages // PIN_SHARE
+        most = self._max_adapter_pages // PIN_SHARE
         adapter.kept = False
         if adapter.digest in self._kept.pinned:
             others = sum(other.size for other in self._adapters if other.kept)
@@ -127,7 +126,7 @@ class Wishes:
             adapter.tenant = self._activities.last_tenant(adapter.digest)
             self._fetches.order(adapter)
         elif adapter.tier is Tier.HOST:
-            if adapter.needs > self._most_pages:
+            if adapter.needs > self._max_adapter_pages:
                 self._beyond.add(adapter.digest)
                 return False
             pages = self._pool.allocate(adapter.needs, adapter.digest) if self._has_pool_room(adapter) else None

@@ -42,12 +42,16 @@ class Library:
 
     def use(self, digest: str, arrival: int, tenant: int = 0) -> None:
         """A request comes, waits for its adapter, runs and ends."""
+        self.begin(digest, arrival, tenant)
+        self.turn()
+        self.residency.release(digest)
+
+    def begin(self, digest: str, arrival: int, tenant: int = 0) -> None:
+        """A request comes, waits for its adapter and runs."""
         self.residency.want(digest, arrival, tenant)
         self.turn()
         self.residency.lease(digest, tenant)
         self.residency.unwant(digest)
-        self.turn()
-        self.residency.release(digest)
 
     def bring_in(self, *digests: str) -> None:
         """Leave adapters idle in the pool, the first longest unused."""

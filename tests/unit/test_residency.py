@@ -426,10 +426,7 @@ def test_a_tenant_over_its_share_waits_for_its_own_but_not_for_long() -> None:
     assert library.pool.allocate(1, (1, 1)), "somebody runs all the time"
     library.use("theirs", 1, tenant=1)
     for arrival, digest in enumerate("abc", 2):
-        library.residency.want(digest, arrival, tenant=2)
-        library.turn()
-        library.residency.lease(digest, tenant=2)
-        library.residency.unwant(digest)
+        library.begin(digest, arrival, tenant=2)
     library.residency.want("d", 9, tenant=2)
     library.turn()
     assert not library.residency.ready("d")

@@ -121,10 +121,7 @@ def test_a_pin_that_was_beyond_comes_in_once_another_has_been_taken_back() -> No
     library.residency.keep(1, list("abc"), [])
     library.turn()
     for arrival, digest in enumerate("xyb"):
-        library.residency.want(digest, arrival)
-        library.turn()
-        library.residency.lease(digest)
-        library.residency.unwant(digest)
+        library.begin(digest, arrival)
     library.residency.keep(1, list("ac"), [])
     library.turn()
     assert kept(library) == "a"
@@ -181,10 +178,7 @@ def test_pins_that_the_pool_has_no_room_for_now_are_not_read_over_and_over() -> 
     """Requests hold all of it for long. Once they end, the pins come, in their order."""
     library = Library(pages=8, max_cpu_loras=6, max_prefetched=8)
     for arrival, digest in enumerate("wxyz"):
-        library.residency.want(digest, arrival)
-        library.turn()
-        library.residency.lease(digest)
-        library.residency.unwant(digest)
+        library.begin(digest, arrival)
     library.residency.keep(1, list("abcdef"), [])
     assert [order.digest for order in library.turn()] == ["a", "b"], "host memory has room for two"
     for _ in range(5):
